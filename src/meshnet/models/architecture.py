@@ -98,8 +98,8 @@ def refusal(arch: str) -> str | None:
     reason = _REFUSED.get(arch)
     if reason is None:
         return (
-            f"models of the architecture '{arch}' are not cut: it is not proven that they give the same tokens "
-            f"cut as whole (proven: {', '.join(sorted(_CUTTABLE))}); run it on one node"
+            f"models of the architecture '{arch}' are not cut: it is not proven that they give the same "
+            f"tokens cut as whole (proven: {', '.join(sorted(_CUTTABLE))}); run it on one node"
         )
     return f"models of the architecture '{arch}' cannot be cut: {reason}; run it on one node"
 
