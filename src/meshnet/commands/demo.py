@@ -1,0 +1,139 @@
+"""`meshnet demo`: a whole mesh on this machine, in one command."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import webbrowser
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from meshnet.demo import DemoError, DemoOptions, Supervisor, parse_cuts, start_demo
+from meshnet.models.errors import ModelError
+from meshnet.models.store import Store
+from meshnet.process import watch_parent
+
+
+def demo(
+    port: Annotated[int, typer.Option(help="Port of the endpoint and dashboard; 0 takes a free one.")] = 8080,
+    cuts: Annotated[
+        str,
+        typer.Option(help='First layers of the pieces after the first: "15", "10,20", "auto", "" for none.'),
+    ] = "15",
+    model: Annotated[str, typer.Option(help="Model id, hf:ORG/REPO/FILE.gguf or path.")] = "smollm2",
+    threads: Annotated[int | None, typer.Option(min=1, help="Compute threads per node.")] = None,
+    overlap: Annotated[bool, typer.Option("--overlap", help="The last node holds the whole model.")] = False,
+    replicas: Annotated[int, typer.Option(min=1, help="Nodes per piece.")] = 1,
+    data: Annotated[
+        Path | None, typer.Option(help="Keep the tracker's data here; else a temporary folder.")
+    ] = None,
+    ctx: Annotated[int | None, typer.Option(min=64, help="Positions per slot.")] = None,
+    slots: Annotated[int | None, typer.Option(min=1, help="Sessions per node.")] = None,
+    streams: Annotated[int, typer.Option(min=1, help="Streams that --cuts auto balances for.")] = 1,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one line of JSON on stdout when ready.")
+    ] = False,
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="Do not open the dashboard.")] = False,
+) -> None:
+    """Start a tracker and one node per piece on this machine, and say where they are."""
+    options = DemoOptions(
+        model=model,
+        cuts=cuts,
+        port=port,
+        threads=threads,
+        overlap=overlap,
+        replicas=replicas,
+        data=data,
+        ctx=ctx,
+        slots=slots,
+        streams=streams,
+    )
+    try:
+        code = asyncio.run(_run(options, as_json=as_json, browser=not (no_browser or as_json)))
+    except (DemoError, ModelError) as error:
+        sys.stderr.write(f"meshnet demo: {error}\n")
+        raise typer.Exit(1) from error
+    raise typer.Exit(code)
+
+
+async def _run(options: DemoOptions, *, as_json: bool, browser: bool) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    parent = asyncio.ensure_future(watch_parent(stop))
+    scratch = None if options.data else tempfile.mkdtemp(prefix="meshnet-demo-")
+    data = options.data or Path(str(scratch))
+    supervisor = Supervisor()
+    try:
+        starting = asyncio.ensure_future(_start(options, supervisor, data))
+        stopped = asyncio.ensure_future(stop.wait())
+        await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            with contextlib.suppress(asyncio.CancelledError, DemoError):
+                await starting
+            return 0
+        ready = starting.result()
+        _announce(ready, as_json=as_json)
+        if browser:
+            await asyncio.to_thread(webbrowser.open, ready["dashboard_url"])
+        return await _watch(supervisor, stopped)
+    finally:
+        parent.cancel()
+        await supervisor.stop()
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+async def _start(options: DemoOptions, supervisor: Supervisor, data: Path) -> dict[str, Any]:
+    store = Store()
+    entry = await asyncio.to_thread(store.pull, options.model)
+    file = store.open(entry.id)
+    cuts = parse_cuts(options.cuts, file.n_layers)
+    return await start_demo(options, supervisor, data, model_id=entry.id, n_layers=file.n_layers, cuts=cuts)
+
+
+async def _watch(supervisor: Supervisor, stopped: asyncio.Task[Any]) -> int:
+    """Until told to stop, or until the tracker ends; a node that ends is said and may be missed."""
+    tracker, *nodes = supervisor.children
+    waits = {asyncio.ensure_future(child.process.wait()): child for child in (tracker, *nodes)}
+    pending: set[asyncio.Task[Any]] = {stopped, *waits}
+    while True:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        if stopped in done:
+            for task in pending:
+                task.cancel()
+            return 0
+        for task in done:
+            child = waits[task]
+            sys.stderr.write(
+                f"meshnet demo: {child.name} (pid {child.pid}) ended with code {task.result()}\n"
+            )
+            if child is tracker:
+                stopped.cancel()
+                return 1
+
+
+def _announce(ready: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps(ready) + "\n")
+        sys.stdout.flush()
+        return
+    console = Console(stderr=False, highlight=False, soft_wrap=True)
+    console.print(f"\n[bold]{ready['model']}[/bold] is ready")
+    for node in ready["nodes"]:
+        console.print(f"  {node['name']}: layers {node['layers'][0]}-{node['layers'][1]} (pid {node['pid']})")
+    console.print(f"\n  dashboard  {ready['dashboard_url']}")
+    console.print(f"  endpoint   {ready['base_url']}")
+    console.print(f"  API key    {ready['api_key']}")
+    console.print("\nCtrl-C stops everything.\n")
