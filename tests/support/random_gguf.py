@@ -102,6 +102,7 @@ class Shape:
     n_expert_used: int = 2
     n_ff_exp: int = 32
     tied: bool = False
+    n_prediction: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -289,8 +290,14 @@ def _delta_net(w: _Writer, block: str) -> None:
 
 
 def _hybrid(w: _Writer, block: str, layer: int) -> None:
-    w.norm(f"{block}.attn_norm", w.shape.n_embd)
-    if (layer + 1) % FULL_ATTENTION_EVERY:
+    s = w.shape
+    w.norm(f"{block}.attn_norm", s.n_embd)
+    if layer >= s.n_layers:
+        _gated_attention(w, block)
+        w.matrix(f"{block}.nextn.eh_proj", s.n_embd, 2 * s.n_embd)
+        w.norm(f"{block}.nextn.enorm", s.n_embd)
+        w.norm(f"{block}.nextn.hnorm", s.n_embd)
+    elif (layer + 1) % FULL_ATTENTION_EVERY:
         _delta_net(w, block)
     else:
         _gated_attention(w, block)
@@ -322,7 +329,9 @@ def _metadata(w: _Writer) -> None:
     s = w.shape
     # no name of a known family: llama.cpp looks for that family's special tokens then
     w.out.add_name("random model")
-    w.key("block_count", s.n_layers)
+    w.key("block_count", s.n_layers + s.n_prediction)
+    if s.n_prediction:
+        w.key("nextn_predict_layers", s.n_prediction)
     w.key("context_length", N_CTX_TRAIN)
     w.key("embedding_length", s.n_embd)
     w.key("feed_forward_length", s.n_ff)
@@ -380,12 +389,14 @@ def write_random_model(
     quant: str = "f32",
     seed: int = 0,
     tied: bool | None = None,
+    prediction_layers: int = 0,
     extra: dict[str, Any] | None = None,
 ) -> Path:
     """Write a random model of `arch` (one of CUTTABLE, or UNCUTTABLE) to `path`; returns `path`.
 
-    `extra` adds metadata under the architecture's name. The same arguments give the same bytes. Control
-    tokens have small output rows, so that greedy decoding does not end by itself.
+    `extra` adds metadata under the architecture's name; `prediction_layers` appends next-token-prediction
+    blocks (qwen35, qwen35moe). The same arguments give the same bytes. Control tokens have small output
+    rows, so that greedy decoding does not end by itself.
     """
     wide = quant == "q4_k"
     shape = Shape(
@@ -395,6 +406,7 @@ def write_random_model(
         head=64 if wide else 32,
         n_ff_exp=256 if wide else 32,
         tied=arch == "gemma3" if tied is None else tied,
+        n_prediction=prediction_layers,
         extra=extra or {},
     )
     w = _Writer(path, arch, shape, quant, seed)
@@ -411,7 +423,7 @@ def write_random_model(
     std = 0.4 / float(np.sqrt(shape.n_embd)) if arch == "gemma3" else 1.0
     embedding = np.float32(std) * w.random.standard_normal((n_vocab, shape.n_embd), dtype=np.float32)
     w.put("token_embd.weight", embedding * scale if shape.tied else embedding, quant_of_rows)
-    for layer in range(shape.n_layers):
+    for layer in range(shape.n_layers + prediction_layers):
         _LAYERS[arch](w, f"blk.{layer}", layer)
     w.norm("output_norm", shape.n_embd, 1.0 if not shape.tied else 4.0)
     if not shape.tied:

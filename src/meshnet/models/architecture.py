@@ -41,7 +41,8 @@ class Architecture:
     `layer_output` is the stem of the name of a layer's result in the graph (`l_out` names `l_out-7`);
     `positions_per_row` is how many positions a batch of embedded rows holds per row, section by section;
     `full_attention_every` / `full_window_every`: every n-th layer is of full attention and the others are
-    recurrent, or of a full window and the others sliding; 0 where the architecture has no such pattern.
+    recurrent, or of a full window and the others sliding; 0 where the architecture has no such pattern;
+    `demands_output`: the graph does not fall back on the embedding when a file lacks the output matrix.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Architecture:
     positions_per_row: int = 1
     full_attention_every: int = 0
     full_window_every: int = 0
+    demands_output: bool = False
 
     @property
     def recurrent(self) -> bool:
@@ -61,7 +63,7 @@ _CUTTABLE = {
     for known in (
         Architecture("llama"),
         Architecture("qwen2"),
-        Architecture("qwen2moe"),
+        Architecture("qwen2moe", demands_output=True),
         Architecture("qwen3"),
         Architecture("qwen3moe"),
         Architecture("phi3"),

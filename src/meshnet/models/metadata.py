@@ -71,14 +71,14 @@ class Entry:
             at += length
         return texts
 
-    def cut(self, first: int, last: int) -> Entry:
-        """The elements `first..last` (inclusive) of an array of numbers or booleans."""
+    def pick(self, indices: list[int]) -> Entry:
+        """An array of numbers or booleans with only the elements at these indices, in this order."""
         kind = self.array_kind
         if kind is None or kind == STRING:
             raise ValueError("only an array of numbers or booleans can be cut")
-        size = SCALAR_SIZE[kind]
-        body = self.raw[_ARRAY_HEAD.size + first * size : _ARRAY_HEAD.size + (last + 1) * size]
-        return Entry(ARRAY, _ARRAY_HEAD.pack(kind, last - first + 1) + body)
+        size, start = SCALAR_SIZE[kind], _ARRAY_HEAD.size
+        chosen = (self.raw[start + index * size : start + (index + 1) * size] for index in indices)
+        return Entry(ARRAY, _ARRAY_HEAD.pack(kind, len(indices)) + b"".join(chosen))
 
 
 def _text(value: str) -> bytes:

@@ -7,6 +7,10 @@ to the range, and `blk.i.*` renumbered from 0; layers whose kind followed from t
 What llama.cpp demands of any file but a shard in the middle never reads (the embedding, the output norm) is
 filler: a hole in a sparse file, nothing to download and nothing on the disk. A shard that is neither head nor
 tail has no vocabulary either, so that its embedding has 32 rows instead of 100,000 and more.
+
+llama.cpp aborts on a hybrid model that lacks recurrent or attention layers altogether, as a short shard may.
+Such a shard gets one layer of the missing kind behind its own, all zeros (again a hole): it adds nothing to
+the stream. A stage that stops at its last layer never runs it; a tail runs it, and it is the identity.
 """
 
 from __future__ import annotations
@@ -105,22 +109,60 @@ def plan_slice(model: ModelFile, first: int, last: int, *, fingerprint: str = ""
     check_range(model, first, last)
     if reason := model_refusal(model):
         raise Uncuttable(reason)
-    head, tail = first == 0, last == model.n_layers - 1
-    entries = _shard_metadata(model, first, last, fingerprint or model.fingerprint)
-    if not head and not tail:
+    tail = last == model.n_layers - 1
+    layers = [*range(first, last + 1), *_filler_layers(model, first, last)]
+    entries = _shard_metadata(model, layers, first, last, fingerprint or model.fingerprint)
+    if first > 0 and not tail:
         entries = _without_vocabulary(model.arch, entries)
-    infos: list[tuple[str, tuple[int, ...], int, Tensor | None]] = [
-        (_shard_name(tensor, first), tensor.shape, tensor.ggml_type, tensor)
+    infos = [
+        _Info(_renumbered(tensor.name, first), tensor.shape, tensor.ggml_type, tensor)
         for tensor in model.tensors
         if _belongs(model, tensor, first, last)
     ]
-    present = {info[0] for info in infos}
-    if "token_embd.weight" not in present:
-        rows = model.n_vocab if tail else MIDDLE_VOCABULARY
-        infos.append(("token_embd.weight", (model.n_embd, rows), _filler_type(model.n_embd, rows), None))
-    if "output_norm.weight" not in present:
-        infos.append(("output_norm.weight", (model.n_embd,), F32, None))
+    infos += _fillers(
+        model, layers[last - first + 1 :], last - first + 1, {info.name for info in infos}, tail
+    )
     return _lay_out(model, first, last, entries, infos)
+
+
+@dataclass(frozen=True, slots=True)
+class _Info:
+    """A tensor of the shard; without a source it is a hole."""
+
+    name: str
+    shape: tuple[int, ...]
+    ggml_type: int
+    source: Tensor | None
+
+
+def _filler_layers(model: ModelFile, first: int, last: int) -> list[int]:
+    """For each kind of layer that the shard must have and lacks: a layer of the model with its shapes."""
+    if not architecture(model.arch).recurrent:
+        return []
+    kinds = recurrent_layers(model)
+    missing = {True, False} - set(kinds[first : last + 1])
+    return [kinds.index(kind) for kind in sorted(missing) if kind in kinds]
+
+
+def _fillers(model: ModelFile, layers: list[int], start: int, present: set[str], tail: bool) -> list[_Info]:
+    rows = model.n_vocab if tail else MIDDLE_VOCABULARY
+    is_head = "token_embd.weight" in present
+    infos: list[_Info] = []
+    if "token_embd.weight" not in present:
+        kind = _filler_type(model.n_embd)
+        infos.append(_Info("token_embd.weight", (model.n_embd, rows), kind, None))
+    if "output_norm.weight" not in present:
+        infos.append(_Info("output_norm.weight", (model.n_embd,), F32, None))
+    if architecture(model.arch).demands_output and "output.weight" not in present:
+        rows = model.n_vocab if is_head else MIDDLE_VOCABULARY
+        infos.append(_Info("output.weight", (model.n_embd, rows), _filler_type(model.n_embd), None))
+    for position, layer in enumerate(layers, start):
+        for tensor in model.tensors:
+            if tensor.layer == layer:
+                plain = len(tensor.shape) == 1 or tensor.ggml_type == F32
+                kind = F32 if plain else _filler_type(tensor.shape[0])
+                infos.append(_Info(_renumbered(tensor.name, layer - position), tensor.shape, kind, None))
+    return infos
 
 
 def _belongs(model: ModelFile, tensor: Tensor, first: int, last: int) -> bool:
@@ -133,21 +175,21 @@ def _belongs(model: ModelFile, tensor: Tensor, first: int, last: int) -> bool:
     return not tensor.is_tail or last == model.n_layers - 1
 
 
-def _shard_name(tensor: Tensor, first: int) -> str:
-    layer = tensor.layer
-    if layer is None:
-        return tensor.name
-    return f"blk.{layer - first}.{tensor.name.split('.', 2)[2]}"
+def _renumbered(name: str, by: int) -> str:
+    if not name.startswith("blk."):
+        return name
+    _, layer, rest = name.split(".", 2)
+    return f"blk.{int(layer) - by}.{rest}"
 
 
-def _filler_type(row: int, rows: int) -> int:
-    """The type of a tensor that nobody reads: small where that matters and the row's length allows it."""
-    if rows <= MIDDLE_VOCABULARY:
-        return F32
+def _filler_type(row: int) -> int:
+    """The type of a tensor of zeros: the smallest one that the length of its rows allows."""
     return next((kind for kind in (IQ1_S, Q4_0) if row % QUANT_SIZES[kind][0] == 0), F32)
 
 
-def _shard_metadata(model: ModelFile, first: int, last: int, fingerprint: str) -> dict[str, Entry]:
+def _shard_metadata(
+    model: ModelFile, layers: list[int], first: int, last: int, fingerprint: str
+) -> dict[str, Entry]:
     arch = model.arch
     known = architecture(arch)
     entries = {
@@ -155,24 +197,23 @@ def _shard_metadata(model: ModelFile, first: int, last: int, fingerprint: str) -
         for key, entry in model.metadata.entries().items()
         if not key.startswith(("split.", "meshnet."))
     }
-    count = last - first + 1
 
     def put(key: str, value: int) -> None:
         entries[f"{arch}.{key}"] = scalar_entry(entries[f"{arch}.{key}"].kind, value)
 
-    put("block_count", count)
+    put("block_count", len(layers))
     if f"{arch}.nextn_predict_layers" in entries:
         put("nextn_predict_layers", 0)
     for key in PER_LAYER_KEYS:
         entry = entries.get(f"{arch}.{key}")
         if entry is not None and entry.kind == ARRAY:
-            entries[f"{arch}.{key}"] = entry.cut(first, last)
+            entries[f"{arch}.{key}"] = entry.pick(layers)
     if known.recurrent:
-        kinds = list(recurrent_layers(model)[first : last + 1])
-        entries[f"{arch}.{RECURRENT_KEY}"] = array_entry(BOOL, kinds)
+        recurrent = recurrent_layers(model)
+        entries[f"{arch}.{RECURRENT_KEY}"] = array_entry(BOOL, [recurrent[layer] for layer in layers])
     if known.full_window_every and model.metadata.integer(f"{arch}.attention.sliding_window"):
-        kinds = list(sliding_layers(model)[first : last + 1])
-        entries[f"{arch}.{SLIDING_KEY}"] = array_entry(BOOL, kinds)
+        sliding = sliding_layers(model)
+        entries[f"{arch}.{SLIDING_KEY}"] = array_entry(BOOL, [sliding[layer] for layer in layers])
     for key, number in (("first_layer", first), ("last_layer", last), ("model_layers", model.n_layers)):
         entries[f"meshnet.{key}"] = scalar_entry(UINT32, number)
     if fingerprint:
@@ -192,7 +233,7 @@ def _lay_out(
     first: int,
     last: int,
     entries: dict[str, Entry],
-    infos: list[tuple[str, tuple[int, ...], int, Tensor | None]],
+    infos: list[_Info],
 ) -> SlicePlan:
     stated = model.metadata.integer("general.alignment")
     alignment = stated or DEFAULT_ALIGNMENT
@@ -205,21 +246,22 @@ def _lay_out(
         header += encode_pair(key, entry)
     offsets: list[int] = []
     end = 0
-    for name, shape, kind, _ in infos:
-        label = name.encode("utf-8", "surrogateescape")
+    for info in infos:
+        label = info.name.encode("utf-8", "surrogateescape")
         header += struct.pack("<Q", len(label)) + label
-        header += struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, end)
+        header += struct.pack(f"<I{len(info.shape)}QIQ", len(info.shape), *info.shape, info.ggml_type, end)
         offsets.append(end)
-        end = aligned(end + tensor_bytes(shape, kind))
+        end = aligned(end + tensor_bytes(info.shape, info.ggml_type))
     header += bytes(aligned(len(header)) - len(header))
     pieces: list[Piece] = []
     filler = 0
-    for (name, shape, kind, source), offset in zip(infos, offsets, strict=True):
+    for info, offset in zip(infos, offsets, strict=True):
+        source = info.source
         if source is None:
-            filler += tensor_bytes(shape, kind)
+            filler += tensor_bytes(info.shape, info.ggml_type)
             continue
         target = len(header) + offset
-        pieces.append(Piece(source.name, name, source.file_index, source.offset, source.n_bytes, target))
+        pieces.append(Piece(source.name, info.name, source.file_index, source.offset, source.n_bytes, target))
     return SlicePlan(model, first, last, bytes(header), tuple(pieces), len(header) + end, filler)
 
 
