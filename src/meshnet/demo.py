@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -22,7 +23,6 @@ import aiohttp
 
 STOP_SECONDS = 4.0
 """Children get this long after SIGTERM before SIGKILL; the whole stop stays under 5 s."""
-READY_LINE_SECONDS = 60.0
 READY_SECONDS = 300.0
 
 
@@ -67,7 +67,7 @@ def plan_pieces(cuts: Sequence[int], n_layers: int, *, overlap: bool, replicas: 
     if replicas < 1:
         raise DemoError(f"--replicas: {replicas} is not at least 1")
     borders = [0, *cuts, n_layers]
-    ranges = [(a, b - 1) for a, b in zip(borders, borders[1:], strict=False)]
+    ranges = [(a, b - 1) for a, b in itertools.pairwise(borders)]
     if overlap:
         ranges[-1] = (0, n_layers - 1)
     pieces: list[Piece] = []
@@ -127,14 +127,6 @@ class Supervisor:
             ) from None
         code = await process.wait()
         raise DemoError(f"{name} ended with exit code {code} before it was ready; its message stands above")
-
-    async def first_to_end(self) -> Child:
-        """Returns the first child that ends."""
-        waits = {asyncio.ensure_future(child.process.wait()): child for child in self.children}
-        done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for task in pending:
-            task.cancel()
-        return waits[done.pop()]
 
     async def stop(self) -> None:
         """SIGTERM to all (nodes first), SIGKILL to what is still there after STOP_SECONDS."""

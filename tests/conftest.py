@@ -1,0 +1,29 @@
+"""Fixtures that several folders share: one real demo per test session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from support.mesh import Demo, Mesh, run_demo, run_mesh
+
+settings.register_profile("default", deadline=None)
+settings.register_profile("full", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
+    """`meshnet demo --json` on a free port: SmolLM2, cut at 15, two node processes."""
+    with run_demo(tmp_path_factory.mktemp("demo")) as running:
+        yield running
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[Mesh]:
+    """An empty mesh: the test starts the tracker and the nodes."""
+    with run_mesh(tmp_path) as running:
+        yield running
