@@ -1,0 +1,421 @@
+"""Membership as a state machine: (state, event, now) -> (state, effects). No sockets, no clock, no storage.
+
+Whoever owns the streams authenticates a join first, then feeds events in and carries the effects out. `now` is in
+seconds of one monotonic clock, `now_ms` in an event unix milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from meshnet.tracker.catalogue import borders, known_fingerprint, missing_cuts, wanted_cuts
+from meshnet.tracker.members import Node, ProbeWork, Shard
+from meshnet.tracker.signals import (
+    Beat,
+    CloseStream,
+    DrainSet,
+    Effect,
+    Event,
+    Gone,
+    Joined,
+    LinksMeasured,
+    Probe,
+    Probed,
+    Refuse,
+    Rules,
+    Say,
+    ShardsChanged,
+    State,
+    StreamEnded,
+    TellCuts,
+    TellDrain,
+    TellPeers,
+    Tick,
+    Welcome,
+)
+
+PROBE_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+FORGET_LOST_S = 3_600.0
+MAX_PEERS = 64
+MAX_NODES = 10_000
+MAX_LINKS = 64
+
+
+Step = tuple[State, tuple[Effect, ...]]
+
+
+def step(state: State, event: Event, now: float) -> Step:
+    """What an event does. Events of streams that a node is no longer on change nothing."""
+    match event:
+        case Joined():
+            return _joined(state, event, now)
+        case Beat():
+            return _beat(state, event, now)
+        case ShardsChanged():
+            return _shards(state, event, now)
+        case LinksMeasured():
+            return _links(state, event)
+        case StreamEnded():
+            return _ended(state, event, now)
+        case Probed():
+            return _probed(state, event, now)
+        case DrainSet():
+            return _drain(state, event)
+        case Tick():
+            return _tick(state, now)
+
+
+def _put(state: State, *nodes: Node) -> State:
+    return replace(state, nodes=MappingProxyType({**state.nodes, **{node.node_id: node for node in nodes}}))
+
+
+def _current(state: State, node_id: str, connection: int) -> Node | None:
+    node = state.nodes.get(node_id)
+    return node if node is not None and node.connection == connection else None
+
+
+def unique_name(wanted: str, node_id: str, nodes: Mapping[str, Node]) -> str:
+    """The name itself, or with the first free suffix -2, -3, ... when another node has it (ignoring case)."""
+    taken = {node.name.lower() for node in nodes.values() if node.node_id != node_id}
+    base = wanted.strip() or node_id
+    name, number = base, 1
+    while name.lower() in taken:
+        number += 1
+        name = f"{base}-{number}"
+    return name
+
+
+def conflict(state: State, node_id: str, shards: tuple[Shard, ...]) -> tuple[str, str, str] | None:
+    """(code, message, remedy) when shards cannot be taken in."""
+    seen: dict[str, str] = {}
+    for shard in shards:
+        if shard.model_layers < 1 or not 0 <= shard.start_layer <= shard.end_layer < shard.model_layers:
+            return (
+                "layers",
+                f"layers {shard.start_layer}-{shard.end_layer} of {shard.model!r} do not lie in 0-{shard.model_layers - 1}",
+                "start the node with --layers within the model",
+            )
+        known = known_fingerprint(state.nodes.values(), shard.model, but=node_id)
+        other = known[1].name if known else node_id
+        fingerprint = known[0] if known else seen.get(shard.model, shard.fingerprint)
+        seen[shard.model] = shard.fingerprint
+        if fingerprint != shard.fingerprint:
+            return (
+                "fingerprint",
+                f"model {shard.model!r} has the fingerprint {shard.fingerprint[:16]} here and {fingerprint[:16]} "
+                f"on node {other!r}: the files differ",
+                f"use the same file as {other!r}, or give this one a model id of its own",
+            )
+    return None
+
+
+def _joined(state: State, event: Joined, now: float) -> Step:
+    old = state.nodes.get(event.node_id)
+    if old is None and len(state.nodes) >= MAX_NODES:
+        message = f"the mesh has {MAX_NODES} nodes, the most that a tracker takes"
+        return state, (Refuse(event.connection, "full", message, "remove nodes", retry=True),)
+    if old is not None and old.connection is not None and old.boot_id != event.boot_id:
+        if now - old.seen_at < state.rules.lease_s:
+            return state, (
+                Refuse(
+                    event.connection,
+                    "duplicate_node",
+                    f"another process is in the mesh as node {event.node_id!r} ({old.http_url})",
+                    "give this one a data folder of its own (--data), or stop the other",
+                    retry=True,
+                ),
+            )
+    if problem := conflict(state, event.node_id, event.shards):
+        code, message, remedy = problem
+        return state, (Refuse(event.connection, code, message, remedy),)
+    effects: list[Effect] = []
+    if old is not None and old.connection is not None and old.connection != event.connection:
+        effects.append(CloseStream(old.connection))
+        if old.boot_id != event.boot_id:
+            effects.append(Gone(old.node_id, "it was started anew"))
+    same_process = old is not None and old.boot_id == event.boot_id
+    shards = _carry_probes(old.shards, event.shards) if old is not None and same_process else event.shards
+    losses = _recent(old.losses, now, state.rules) if old is not None else ()
+    pause = _pause(len(losses), state.rules) if old is not None and old.connection is None else 0.0
+    node = Node(
+        node_id=event.node_id,
+        name=unique_name(event.name, event.node_id, state.nodes),
+        boot_id=event.boot_id,
+        connection=event.connection,
+        http_url=event.http_url.rstrip("/"),
+        grpc_address=event.grpc_address,
+        hardware=event.hardware,
+        shards=shards,
+        numerics_class=event.numerics_class,
+        memory_limit_bytes=event.memory_limit_bytes,
+        memory_free_bytes=event.memory_free_bytes,
+        meshnet_version=event.meshnet_version,
+        engine_version=event.engine_version,
+        placement_wanted=event.placement_wanted,
+        labels=MappingProxyType(dict(event.labels)),
+        joined_ms=old.joined_ms if old is not None else event.now_ms,
+        seen_ms=event.now_ms,
+        seen_at=now,
+        progress_at=now,
+        # A drain that was asked of the tracker outlives the node's process; it ends by undrain only.
+        draining=old.draining if old is not None else False,
+        drain_reason=old.drain_reason if old is not None else "",
+        losses=losses,
+        aside_until=now + pause,
+    )
+    layers = ", ".join(f"{s.start_layer}-{s.end_layer} of {s.model}" for s in shards) or "no layers yet"
+    effects += [
+        Welcome(event.connection, node.node_id, node.name),
+        Say("node joined", node.node_id, f"node joined {node.name} layers {layers}"),
+    ]
+    if node.draining:
+        effects.append(TellDrain(event.connection, True, node.drain_reason))
+    if pause:
+        effects.append(
+            Say(
+                "node set aside",
+                node.node_id,
+                f"node set aside {node.name} for {pause:.0f} s",
+                level="warning",
+            )
+        )
+    return _settle(_put(state, node), effects, now)
+
+
+def _carry_probes(old: tuple[Shard, ...], new: tuple[Shard, ...]) -> tuple[Shard, ...]:
+    """Keeps what is proven and what the last heartbeat said of shards whose load did not change."""
+    result = []
+    for shard in new:
+        before = next((item for item in old if item.same_load(shard)), None)
+        result.append(shard if before is None else replace(shard, probed=before.probed))
+    return tuple(result)
+
+
+def _recent(losses: tuple[float, ...], now: float, rules: Rules) -> tuple[float, ...]:
+    return tuple(at for at in losses if now - at < rules.flap_window_s)
+
+
+def _pause(losses: int, rules: Rules) -> float:
+    """Seconds that a returning node waits: none for the first losses, then doubling up to a limit."""
+    extra = losses - rules.flap_free
+    return 0.0 if extra <= 0 else min(rules.flap_pause_max_s, rules.flap_pause_s * 2.0 ** min(extra - 1, 20))
+
+
+def _beat(state: State, event: Beat, now: float) -> Step:
+    node = _current(state, event.node_id, event.connection)
+    if node is None:
+        return state, ()
+    beats = {(beat.model, beat.start_layer, beat.end_layer): beat for beat in event.shards}
+    shards = []
+    for shard in node.shards:
+        beat = beats.get((shard.model, shard.start_layer, shard.end_layer))
+        if beat is not None:
+            shard = replace(
+                shard,
+                free_slots=min(beat.free_slots, shard.n_slots),
+                free_kv_tokens=beat.free_kv_tokens,
+                queue_ms=beat.queue_ms,
+                times=beat.times,
+                healthy=beat.ready,
+                sessions=beat.sessions[: shard.n_slots],
+            )
+        shards.append(shard)
+    moved = event.progress != node.progress or event.waiting_steps == 0
+    progress_at = now if moved else node.progress_at
+    wedged = (
+        event.waiting_steps > 0
+        and now - progress_at >= state.rules.wedge_s
+        and event.oldest_step_ms >= state.rules.wedge_s * 1000
+    )
+    after = replace(
+        node,
+        shards=tuple(shards),
+        seen_ms=event.now_ms,
+        seen_at=now,
+        latency_ms=event.latency_ms,
+        current_load=event.current_load,
+        served_requests=event.served_requests,
+        failed_requests=event.failed_requests,
+        progress=event.progress,
+        progress_at=progress_at,
+        waiting_steps=event.waiting_steps,
+        oldest_step_ms=event.oldest_step_ms,
+        memory_free_bytes=event.memory_free_bytes,
+        on_battery=event.on_battery,
+        wedged=wedged,
+    )
+    effects: list[Effect] = []
+    if wedged and not node.wedged:
+        effects.append(Gone(node.node_id, "its engine is wedged: no step completes"))
+        effects.append(Say("node wedged", node.node_id, f"node wedged {node.name}", level="warning"))
+    elif node.wedged and not wedged:
+        # It must prove itself again before it gets calls.
+        after = after.with_shards(tuple(replace(shard, probed=False) for shard in after.shards))
+        effects.append(Say("node recovered", node.node_id, f"node recovered {node.name}"))
+    probes, after = _probes(after, now)
+    return _put(state, after), (*effects, *probes)
+
+
+def _shards(state: State, event: ShardsChanged, now: float) -> Step:
+    node = _current(state, event.node_id, event.connection)
+    if node is None:
+        return state, ()
+    if problem := conflict(state, node.node_id, event.shards):
+        code, message, remedy = problem
+        state, effects = _lose(state, node, f"it was refused: {message}", now, count=False)
+        return state, (Refuse(event.connection, code, message, remedy), *effects)
+    after = node.with_shards(_carry_probes(node.shards, event.shards))
+    return _settle(_put(state, after), [], now)
+
+
+def _links(state: State, event: LinksMeasured) -> Step:
+    node = _current(state, event.node_id, event.connection)
+    if node is None:
+        return state, ()
+    links = {pair: link for pair, link in state.links.items() if pair[0] != node.node_id}
+    effects: list[Effect] = []
+    for peer, link in sorted(event.links.items())[:MAX_LINKS]:
+        other = state.nodes.get(peer)
+        if other is None:
+            continue
+        links[node.node_id, peer] = link
+        before = state.links.get((node.node_id, peer))
+        if link.error and (before is None or before.error != link.error):
+            line = f"node {node.name} cannot reach {other.name} at {other.grpc_address}: {link.error}"
+            effects.append(Say("link broken", node.node_id, line, level="warning"))
+    return replace(state, links=MappingProxyType(links)), tuple(effects)
+
+
+def _ended(state: State, event: StreamEnded, now: float) -> Step:
+    node = _current(state, event.node_id, event.connection)
+    if node is None:
+        return state, ()
+    return _lose(state, node, event.reason, now, count=not event.leaving)
+
+
+def _lose(state: State, node: Node, reason: str, now: float, *, count: bool) -> Step:
+    losses = (*_recent(node.losses, now, state.rules), now) if count else node.losses
+    after = replace(
+        node,
+        connection=None,
+        losses=losses[-64:],
+        lost_reason=reason,
+        lost_at=now,
+        wedged=False,
+        probe=ProbeWork(),
+        cuts_sent={},
+        peers_sent=(),
+    )
+    said = Say(
+        "node lost", node.node_id, f"node lost {node.name}: {reason}", level="warning" if count else "info"
+    )
+    return _settle(_put(state, after), [Gone(node.node_id, reason), said], now)
+
+
+def _probed(state: State, event: Probed, now: float) -> Step:
+    node = state.nodes.get(event.node_id)
+    if node is None or node.boot_id != event.boot_id or not node.connected:
+        return state, ()
+    if event.error:
+        failures = node.probe.failures + 1
+        pause = PROBE_PAUSES_S[min(failures, len(PROBE_PAUSES_S)) - 1]
+        after = replace(node, probe=ProbeWork(False, failures, now + pause, event.error))
+        line = f"node {node.name} did not answer the probe: {event.error}; next try in {pause:.0f} s"
+        return _put(state, after), (Say("probe failed", node.node_id, line, level="warning"),)
+    shards = tuple(
+        replace(shard, probed=True) if shard.model == event.model and shard.state == "ready" else shard
+        for shard in node.shards
+    )
+    after = replace(node, shards=shards, probe=ProbeWork())
+    probes, after = _probes(after, now)
+    said: tuple[Effect, ...] = ()
+    if after.status(now) == "ready" and node.status(now) != "ready":
+        said = (Say("node ready", node.node_id, f"node ready {node.name}"),)
+    return _put(state, after), (*probes, *said)
+
+
+def _drain(state: State, event: DrainSet) -> Step:
+    node = state.nodes.get(event.node_id)
+    if node is None or node.draining == event.on:
+        return state, ()
+    after = replace(node, draining=event.on, drain_reason=event.reason if event.on else "")
+    what = "draining" if event.on else "taken back"
+    effects: list[Effect] = [Say(f"node {what}", node.node_id, f"node {what} {node.name}")]
+    if node.connection is not None:
+        effects.append(TellDrain(node.connection, event.on, event.reason))
+    return _put(state, after), tuple(effects)
+
+
+def _tick(state: State, now: float) -> Step:
+    effects: list[Effect] = []
+    for node in list(state.nodes.values()):
+        if node.connection is not None and now - node.seen_at >= state.rules.lease_s:
+            silent = f"no heartbeat for {now - node.seen_at:.1f} s"
+            state, more = _lose(state, node, silent, now, count=True)
+            effects += [CloseStream(node.connection), *more]
+        elif node.connection is not None and node.probe.next_at and now >= node.probe.next_at:
+            probes, after = _probes(node, now)
+            state = _put(state, after)
+            effects += probes
+        elif node.connection is None and now - node.lost_at >= FORGET_LOST_S and not node.draining:
+            kept = {key: value for key, value in state.nodes.items() if key != node.node_id}
+            links = {pair: link for pair, link in state.links.items() if node.node_id not in pair}
+            state = replace(state, nodes=MappingProxyType(kept), links=MappingProxyType(links))
+            effects.append(Say("node forgotten", node.node_id, f"node forgotten {node.name}"))
+    return state, tuple(effects)
+
+
+def _probes(node: Node, now: float) -> tuple[list[Effect], Node]:
+    """At most one probe at a time per node: of the first model with a loaded shard that is not proven."""
+    if node.probe.running or now < node.probe.next_at or node.connection is None:
+        return [], node
+    for shard in node.shards:
+        if shard.state == "ready" and not shard.probed:
+            probe = Probe(node.node_id, node.boot_id, node.grpc_address, shard.model)
+            return [probe], replace(node, probe=replace(node.probe, running=True, next_at=0.0))
+    return [], node
+
+
+def _settle(state: State, effects: list[Effect], now: float) -> Step:
+    """After nodes or shards changed: tells cuts and peers to those whose view changed, and starts probes."""
+    connected = [node for node in state.nodes.values() if node.connected]
+    models = {shard.model for node in connected for shard in node.shards}
+    by_model = {model: borders(connected, model) for model in models}
+    changed: list[Node] = []
+    for node in connected:
+        after, more = _tell_cuts(node, by_model)
+        after, peers = _tell_peers(after, connected)
+        probes, after = _probes(after, now)
+        effects += [*more, *peers, *probes]
+        if after is not node:
+            changed.append(after)
+    return _put(state, *changed) if changed else state, tuple(effects)
+
+
+def _tell_cuts(node: Node, by_model: Mapping[str, tuple[int, ...]]) -> tuple[Node, list[Effect]]:
+    effects: list[Effect] = []
+    assert node.connection is not None
+    sent = dict(node.cuts_sent)
+    for model in sorted({shard.model for shard in node.shards}):
+        cuts = wanted_cuts(node, model, by_model[model])
+        if missing_cuts(node, model, cuts) and node.cuts_sent.get(model) != cuts:
+            sent[model] = cuts
+            effects.append(TellCuts(node.connection, model, cuts))
+    return (replace(node, cuts_sent=MappingProxyType(sent)) if effects else node), effects
+
+
+def _tell_peers(node: Node, connected: list[Node]) -> tuple[Node, list[Effect]]:
+    assert node.connection is not None
+    mine = {shard.model for shard in node.shards}
+    peers = tuple(
+        sorted(
+            (other.node_id, other.grpc_address)
+            for other in connected
+            if other.node_id != node.node_id and any(shard.model in mine for shard in other.shards)
+        )[:MAX_PEERS]
+    )
+    if peers == node.peers_sent:
+        return node, []
+    return replace(node, peers_sent=peers), [TellPeers(node.connection, peers)]

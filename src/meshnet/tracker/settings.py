@@ -1,0 +1,88 @@
+"""What an operator can set, by environment variable (MESHNET_TRACKER_...) or command line; all have sane defaults."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+
+
+def default_data_dir() -> Path:
+    """`$XDG_DATA_HOME/meshnet/tracker`, by default under `~/.local/share`."""
+    base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(base) / "meshnet" / "tracker"
+
+
+Seconds = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class TrackerSettings(BaseSettings):
+    """Times are in the unit that the name ends with; sizes in bytes."""
+
+    model_config = SettingsConfigDict(env_prefix="MESHNET_TRACKER_", extra="forbid")
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8080
+    grpc_port: Annotated[int, Field(ge=0, le=65535)] = 8081
+    advertise: str = ""
+    """Host that nodes are told to dial for gRPC; empty: the host of the request that asks."""
+    data: Path = Field(default_factory=default_data_dir)
+    database: str = ""
+    """URL of a PostgreSQL or SQLite database; empty: SQLite in `data`."""
+    name: str = "meshnet"
+    log: Literal["console", "json"] = "console"
+
+    heartbeat_ms: Count = 1_000
+    lease_ms: Count = 3_000
+    wedge_ms: Count = 10_000
+    """An engine that has work and completes no step for this long is wedged."""
+    probe_timeout_s: Seconds = 30.0
+    flap_window_s: Seconds = 600.0
+    flap_free: Annotated[int, Field(ge=0)] = 3
+    """So many losses within the window are forgiven; each further one sets the node aside for longer."""
+    flap_pause_s: Seconds = 5.0
+    flap_pause_max_s: Seconds = 300.0
+
+    queue_length: Count = 512
+    queue_length_per_key: Count = 256
+    queue_wait_s: Seconds = 120.0
+    call_limit_s: Seconds = 3_600.0
+    stalled_reader_s: Seconds = 60.0
+    keepalive_s: Seconds = 10.0
+    connect_timeout_s: Seconds = 3.0
+    """How long a head may take to accept a connection."""
+    first_event_s: Seconds = 10.0
+    """How long a head may take to open the whole route, beyond what it measured itself to need."""
+    decode_deadline_s: Seconds = 10.0
+    """The longest that a head may be silent between decode steps; the estimate times 16 where that is less."""
+    park_s: Seconds = 10.0
+    """How long a call may look for a substitute of a lost node before it ends with route_lost."""
+    max_reroutes: Annotated[int, Field(ge=0)] = 8
+    fallback_models: dict[str, str] = Field(default_factory=dict)
+    """Model id -> the model that answers, marked degraded, when the first has no route."""
+
+    max_body_bytes: Count = 8 << 20
+    max_header_bytes: Count = 64 << 10
+    header_timeout_s: Seconds = 15.0
+    body_timeout_s: Seconds = 30.0
+    max_connections: Count = 4_096
+    idle_connection_s: Seconds = 75.0
+    failed_keys_per_minute: Count = 20
+    cors_origins: Annotated[tuple[str, ...], NoDecode] = ()
+    session_hours: Seconds = 24.0 * 7
+
+    ended_calls: Count = 500
+    console_events: Count = 2_000
+    viewer_outbox: Count = 1_000
+    shutdown_s: Seconds = 3.0
+
+    @property
+    def loopback(self) -> bool:
+        """True when only this machine can reach the tracker."""
+        return self.host in LOOPBACK
