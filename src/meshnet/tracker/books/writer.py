@@ -1,0 +1,152 @@
+"""Group commit: one task gathers the commands of concurrent calls and carries them out in one transaction.
+
+While a transaction is being committed the next commands gather, so the more calls there are, the more share
+one fsync. Commands whose caller waits go at once; if only records of free calls are there, they wait up to
+LINGER_S for company. A batch is run again while the database is unavailable or a deadlock was broken (every
+command may come twice: the ledger's decisions see that). A batch that fails for another reason (two trackers
+were given the same call) is run again command by command, so that one bad command spoils no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import structlog
+
+from meshnet.tracker.books.batch import Answer, carry_out
+from meshnet.tracker.books.ledger import Command
+from meshnet.tracker.books.records import BooksUnavailable, Clock
+from meshnet.tracker.books.storage import Storage
+
+MAX_BATCH: Final = 256
+MAX_QUEUED: Final = 20_000
+LINGER_S: Final = 0.05
+FIRST_RETRY_S: Final = 0.02
+LAST_RETRY_S: Final = 1.0
+GIVE_UP_S: Final = 10.0
+
+log = structlog.get_logger("meshnet.books")
+
+
+@dataclass(slots=True)
+class _Queued:
+    command: Command
+    money: bool
+    done: asyncio.Future[Answer] | None
+
+
+class Writer:
+    """The one task of a process that writes calls and entries.
+
+    Commands are carried out in the order given.
+    """
+
+    def __init__(self, storage: Storage, clock: Clock) -> None:
+        self._storage = storage
+        self._clock = clock
+        self._queue: deque[_Queued] = deque()
+        self._wanted = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._closing = False
+        self._task = asyncio.create_task(self._run(), name="books-writer")
+
+    @property
+    def queued(self) -> int:
+        """Commands that wait for their transaction."""
+        return len(self._queue)
+
+    async def submit(self, command: Command, *, money: bool = True) -> Answer:
+        """Carries out a command; returns its answer once it is on disk. Raises BooksUnavailable."""
+        done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._put(_Queued(command, money, done))
+        self._hurry.set()
+        return await done
+
+    def post(self, command: Command) -> None:
+        """Carries out a command that moves no money, soon.
+
+        Nobody waits. Raises BooksUnavailable when full.
+        """
+        self._put(_Queued(command, False, None))
+
+    def _put(self, item: _Queued) -> None:
+        if self._closing:
+            raise BooksUnavailable("the books are being closed")
+        if len(self._queue) >= MAX_QUEUED:
+            raise BooksUnavailable(f"{MAX_QUEUED} commands wait for the database; it does not keep up")
+        self._queue.append(item)
+        self._idle.clear()
+        self._wanted.set()
+
+    async def flush(self) -> None:
+        """Returns when all that was given so far is written."""
+        self._hurry.set()
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        """Writes what is queued and ends the task."""
+        self._closing = True
+        self._hurry.set()
+        self._wanted.set()
+        await self._task
+
+    async def _run(self) -> None:
+        while True:
+            await self._wanted.wait()
+            if not self._queue:
+                if self._closing:
+                    return
+                self._wanted.clear()
+                self._idle.set()
+                continue
+            if not self._hurry.is_set() and len(self._queue) < MAX_BATCH:
+                try:
+                    await asyncio.wait_for(self._hurry.wait(), LINGER_S)
+                except TimeoutError:
+                    pass
+            batch = [self._queue.popleft() for _ in range(min(MAX_BATCH, len(self._queue)))]
+            if not self._queue and not self._closing:
+                self._hurry.clear()
+            await self._carry_out(batch)
+            if not self._queue:
+                self._idle.set()
+
+    async def _carry_out(self, batch: list[_Queued]) -> None:
+        try:
+            answers = await self._insist(batch)
+        except Exception as error:
+            if len(batch) > 1 and not isinstance(error, BooksUnavailable):
+                log.warning("books batch split", commands=len(batch), error=str(error))
+                for item in batch:
+                    await self._carry_out([item])
+                return
+            log.error("books commands failed", commands=len(batch), error=str(error))
+            for item in batch:
+                if item.done is not None and not item.done.done():
+                    item.done.set_exception(error)
+            return
+        for item, answer in zip(batch, answers, strict=True):
+            if item.done is not None and not item.done.done():
+                item.done.set_result(answer)
+
+    async def _insist(self, batch: list[_Queued]) -> list[Answer]:
+        """Runs the transaction, again and again while the database is merely unavailable, up to GIVE_UP_S."""
+        commands = [item.command for item in batch]
+        durable = any(item.money for item in batch)
+        loop = asyncio.get_running_loop()
+        give_up, pause = loop.time() + GIVE_UP_S, FIRST_RETRY_S
+        while True:
+            transaction = partial(carry_out, commands=commands, now=self._clock())
+            try:
+                return await self._storage.write(transaction, durable=durable)
+            except BooksUnavailable:
+                if loop.time() >= give_up or self._closing:
+                    raise
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LAST_RETRY_S)
