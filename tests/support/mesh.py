@@ -26,11 +26,18 @@ STOP_SECONDS = 15.0
 class Process:
     """`python -m meshnet ARGUMENTS` with its ready line; its stderr goes to a log file."""
 
-    def __init__(self, arguments: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        *,
+        prefix: Sequence[str] = (),
+    ) -> None:
         self.log = log
         self._log_file = log.open("ab")
         self.popen = subprocess.Popen(
-            [sys.executable, "-m", "meshnet", *arguments],
+            [*prefix, sys.executable, "-m", "meshnet", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._log_file,
