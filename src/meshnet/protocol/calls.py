@@ -43,6 +43,8 @@ class GenerateCall(msgspec.Struct, frozen=True):
     reuse_prefix: bool = True
     ended: tuple[int, ...] = ()
     """Choices that already ended; they are not run again."""
+    spans: tuple[tuple[int, int], ...] = ()
+    """On a resume what the first head said in `Opened.spans`: how the prompt was batched then."""
 
 
 class Reroute(msgspec.Struct, frozen=True):
@@ -66,6 +68,9 @@ class Event(msgspec.Struct, frozen=True, tag_field="t"):
 class Opened(Event, frozen=True, tag="opened"):
     prompt_tokens: int
     reused_tokens: int = 0
+    spans: tuple[tuple[int, int], ...] = ()
+    """Half-open ranges of positions that were computed in one engine call each, from position 0 on; empty:
+    the prompt in chunks of `prompt_chunk`. Whoever rebuilds the session keeps to them."""
 
 
 class Prefill(Event, frozen=True, tag="prefill"):
