@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-from meshnet.models.errors import Uncuttable
+from meshnet.models.errors import LayersOutside, Uncuttable
 from meshnet.models.gguf import ModelFile
 from meshnet.models.metadata import ARRAY, STRING
 
@@ -141,6 +141,17 @@ def model_refusal(model: ModelFile) -> str | None:
                 f"{model.name}: {prefix}{key} has {length} values for {model.n_layers} layers; fetch it again"
             )
     return None
+
+
+def layer_output_name(file: ModelFile, layer: int) -> str:
+    """The graph's name for the result of layer `layer` (counted in the whole model) in a model or shard file.
+
+    Raises LayersOutside if the file does not hold that layer.
+    """
+    first, last = file.shard_range or (0, file.n_layers - 1)
+    if not first <= layer <= last:
+        raise LayersOutside(f"{file.name} holds layers {first}-{last}, not {layer}; load a shard that does")
+    return f"{architecture(file.arch).layer_output}-{layer - first + file.filler_before}"
 
 
 def recurrent_layers(model: ModelFile) -> tuple[bool, ...]:

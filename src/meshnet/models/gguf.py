@@ -1,88 +1,36 @@
 """Reading GGUF files: what a model is, and where each of its tensors lies.
 
-Only headers are read, never tensor data. The reader is our own because reading a header must be quick on
-large vocabularies and must not trust the file: every count and length is checked against the bytes that are
-really there before anything is allocated. Type names and block sizes come from the `gguf` package.
+Only headers are read, never tensor data. A split model is one model over several files.
 """
 
 from __future__ import annotations
 
 import re
-import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import gguf.constants as ggml
 import msgspec
 
-from meshnet.models.errors import BadGGUF, MissingPart, ModelError, ModelNotFound, NotGGUF, TruncatedGGUF
-from meshnet.models.metadata import ARRAY, SCALAR_SIZE, STRING, Entry, Metadata
+from meshnet.models.errors import BadGGUF, MissingPart, ModelError, ModelNotFound
+from meshnet.models.header import (
+    MAX_HEADER_BYTES,
+    TYPE_NAMES,
+    Cursor,
+    Tensor,
+    check_shape,
+    parse_header,
+    read_value,
+    tensor_bytes,
+)
+from meshnet.models.metadata import Entry, Metadata
 
-DEFAULT_ALIGNMENT = 32
-MAX_HEADER_BYTES = 512 << 20
-MAX_PAIRS = 1 << 16
-MAX_TENSORS = 1 << 20
-MAX_NAME_BYTES = 1 << 10
-MAX_STRINGS = 1 << 24
 MAX_PARTS = 1 << 10
 MAX_LAYERS = 1 << 12
 
-_CHUNK = 1 << 20
-_U32 = struct.Struct("<I")
-_U64 = struct.Struct("<Q")
 _SPLIT_NAME = re.compile(r"^(?P<stem>.*)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf$", re.DOTALL)
-_LAYER_NAME = re.compile(r"^blk\.(\d{1,6})\.(.+)$", re.DOTALL)
-_HEAD_TENSORS = ("token_embd", "token_types", "position_embd")
-_TAIL_TENSORS = ("output",)
-
-QUANT_SIZES: dict[int, tuple[int, int]] = {int(kind): sizes for kind, sizes in ggml.GGML_QUANT_SIZES.items()}
-TYPE_NAMES: dict[int, str] = {int(kind): str(kind.name) for kind in ggml.GGML_QUANT_SIZES}
-
-
-def tensor_bytes(shape: tuple[int, ...], ggml_type: int) -> int:
-    """Bytes of a tensor of this shape (row length first); ValueError if its rows do not fill blocks."""
-    block, size = QUANT_SIZES[ggml_type]
-    if shape[0] % block:
-        raise ValueError(f"rows of {shape[0]} do not fill blocks of {block}")
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count // block * size
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """One tensor: `shape` in ggml order (row length first), `offset` in bytes from the start of its file."""
-
-    name: str
-    shape: tuple[int, ...]
-    ggml_type: int
-    n_bytes: int
-    file_index: int
-    offset: int
-
-    @property
-    def type_name(self) -> str:
-        return TYPE_NAMES[self.ggml_type]
-
-    @property
-    def layer(self) -> int | None:
-        """The layer it belongs to, or None."""
-        match = _LAYER_NAME.match(self.name)
-        return int(match[1]) if match else None
-
-    @property
-    def is_head(self) -> bool:
-        """Needed where tokens become rows."""
-        return self.name.startswith(_HEAD_TENSORS)
-
-    @property
-    def is_tail(self) -> bool:
-        """Needed where rows become logits."""
-        return self.name.startswith(_TAIL_TENSORS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +40,10 @@ class SourceFile:
     name: str
     n_bytes: int
     path: Path | None
+
+
+def _bytes_at(data: bytes, offset: int, length: int) -> bytes:
+    return data[offset : offset + length]
 
 
 class _ManifestTensor(msgspec.Struct, array_like=True, frozen=True):
@@ -239,6 +191,11 @@ class ModelFile:
         first, last = (self.metadata.integer(f"meshnet.{key}") for key in ("first_layer", "last_layer"))
         return None if first is None or last is None else (first, last)
 
+    @property
+    def filler_before(self) -> int:
+        """Blocks of zeros in front of a shard's own layers (see `meshnet.models.slice`); else 0."""
+        return self.metadata.integer("meshnet.filler_before") or 0
+
     def _arch_integer(self, key: str) -> int | None:
         return self.metadata.integer(f"{self.arch}.{key}")
 
@@ -276,8 +233,8 @@ class ModelFile:
             )
         entries: dict[str, Entry] = {}
         for key, kind, raw in manifest.metadata:
-            cursor = _Cursor("model manifest", len(raw), partial(_bytes_at, raw))
-            entry = _read_value(cursor, key, kind)
+            cursor = Cursor("model manifest", len(raw), partial(_bytes_at, raw))
+            entry = read_value(cursor, key, kind)
             if cursor.at != len(raw):
                 raise BadGGUF(f"model manifest: {key} is longer than it says; ask for it again")
             entries[key] = entry
@@ -285,7 +242,7 @@ class ModelFile:
         tensors = []
         for item in manifest.tensors:
             tensor = Tensor(item.name, item.shape, item.ggml_type, item.n_bytes, item.file_index, item.offset)
-            _check_shape("model manifest", tensor.name, tensor.shape, tensor.ggml_type)
+            check_shape("model manifest", tensor.name, tensor.shape, tensor.ggml_type)
             in_file = 0 <= tensor.file_index < len(files) and tensor.offset >= 0
             if not in_file or tensor.offset + tensor.n_bytes > files[tensor.file_index].n_bytes:
                 raise BadGGUF(f"model manifest: {tensor.name} lies outside its file; ask for it again")
@@ -303,182 +260,21 @@ class ModelFile:
         return model
 
 
-def _bytes_at(data: bytes, offset: int, length: int) -> bytes:
-    return data[offset : offset + length]
-
-
-class _Cursor:
-    """Takes bytes in order from something that can be read by range, and never asks beyond its end."""
-
-    def __init__(self, label: str, size: int, read: Callable[[int, int], bytes]) -> None:
-        self.label = label
-        self.size = size
-        self.at = 0
-        self._read = read
-        self._base = 0
-        self._buffer = b""
-
-    def need(self, length: int, what: str) -> None:
-        """Refuse to go on when fewer than `length` bytes are left."""
-        if length > self.size - self.at:
-            raise TruncatedGGUF(
-                f"{self.label}: ends after {self.size} bytes, in the middle of {what}; "
-                "the download was cut short, fetch the file again"
-            )
-        if self.at + length > MAX_HEADER_BYTES:
-            raise BadGGUF(
-                f"{self.label}: a header of more than {MAX_HEADER_BYTES} bytes ({what}); the file is damaged"
-            )
-
-    def take(self, length: int, what: str) -> bytes:
-        self.need(length, what)
-        start = self.at - self._base
-        if start + length > len(self._buffer):
-            want = min(max(length, _CHUNK), self.size - self.at)
-            self._buffer, self._base, start = self._read(self.at, want), self.at, 0
-            if len(self._buffer) < length:
-                raise TruncatedGGUF(f"{self.label}: ended while it was read, at {what}; fetch the file again")
-        self.at += length
-        return self._buffer[start : start + length]
-
-    def u32(self, what: str) -> int:
-        return int(_U32.unpack(self.take(4, what))[0])
-
-    def u64(self, what: str) -> int:
-        return int(_U64.unpack(self.take(8, what))[0])
-
-    def name(self, what: str) -> str:
-        length = self.u64(what)
-        if not 0 < length <= MAX_NAME_BYTES:
-            raise BadGGUF(f"{self.label}: {what} of {length} bytes; the file is damaged, fetch it again")
-        return self.take(length, what).decode("utf-8", "surrogateescape")
-
-
-def _read_value(cursor: _Cursor, key: str, kind: int) -> Entry:
-    if kind in SCALAR_SIZE:
-        return Entry(kind, cursor.take(SCALAR_SIZE[kind], key))
-    if kind == STRING:
-        length = cursor.u64(key)
-        return Entry(kind, _U64.pack(length) + cursor.take(length, key))
-    if kind != ARRAY:
-        raise BadGGUF(f"{cursor.label}: {key} has the unknown type {kind}; the file is damaged or too new")
-    element = cursor.u32(key)
-    count = cursor.u64(key)
-    head = struct.pack("<IQ", element, count)
-    if element in SCALAR_SIZE:
-        return Entry(kind, head + cursor.take(count * SCALAR_SIZE[element], key))
-    if element != STRING:
-        raise BadGGUF(f"{cursor.label}: {key} is an array of the unknown type {element}; the file is damaged")
-    if count > MAX_STRINGS:
-        raise BadGGUF(f"{cursor.label}: {key} claims {count} strings, at most {MAX_STRINGS} are read")
-    cursor.need(count * 8, key)
-    parts = [head]
-    take, keep = cursor.take, parts.append
-    for _ in range(count):
-        size = take(8, key)
-        keep(size)
-        keep(take(_U64.unpack(size)[0], key))
-    return Entry(kind, b"".join(parts))
-
-
-def _check_shape(label: str, name: str, shape: tuple[int, ...], ggml_type: int) -> None:
-    if ggml_type not in QUANT_SIZES:
-        raise BadGGUF(
-            f"{label}: tensor {name} has the unknown type {ggml_type}; "
-            "the file is damaged or newer than this version of meshnet"
-        )
-    count = 1
-    for extent in shape:
-        count *= extent
-    if not 1 <= len(shape) <= 4 or min(shape) < 1 or count >= 1 << 48:
-        raise BadGGUF(f"{label}: tensor {name} has the impossible shape {list(shape)}; the file is damaged")
-    if shape[0] % QUANT_SIZES[ggml_type][0]:
-        raise BadGGUF(
-            f"{label}: rows of {shape[0]} in tensor {name} do not fit the blocks of {TYPE_NAMES[ggml_type]}; "
-            "the file is damaged"
-        )
-
-
 def _read_part(path: Path, file_index: int) -> tuple[SourceFile, Metadata, list[Tensor]]:
     try:
         with path.open("rb") as stream:
             size = stream.seek(0, 2)
-            return _parse(stream, path, size, file_index)
+
+            def read(offset: int, length: int) -> bytes:
+                stream.seek(offset)
+                return stream.read(length)
+
+            metadata, tensors = parse_header(str(path), size, read, file_index)
+            return SourceFile(path.name, size, path), metadata, tensors
     except FileNotFoundError:
         raise ModelNotFound(f"{path}: no such file") from None
     except OSError as error:
         raise ModelNotFound(f"{path}: cannot be read: {error.strerror or error}") from error
-
-
-def _parse(
-    stream: BinaryIO, path: Path, size: int, file_index: int
-) -> tuple[SourceFile, Metadata, list[Tensor]]:
-    def read(offset: int, length: int) -> bytes:
-        stream.seek(offset)
-        return stream.read(length)
-
-    label = str(path)
-    if size < 24:
-        magic = read(0, 4)
-        if magic != b"GGUF"[: len(magic)] or not magic:
-            raise NotGGUF(f"{label}: not a GGUF file (it starts with {magic!r}); give a .gguf model file")
-    cursor = _Cursor(label, size, read)
-    magic = cursor.take(4, "the magic number")
-    if magic != b"GGUF":
-        raise NotGGUF(f"{label}: not a GGUF file (it starts with {magic!r}); give a .gguf model file")
-    version = cursor.u32("the version")
-    if version & 0xFFFF == 0:
-        raise NotGGUF(f"{label}: a big-endian GGUF; convert it to little endian first (gguf-convert-endian)")
-    if version not in (2, 3):
-        raise NotGGUF(f"{label}: GGUF version {version}, only 2 and 3 are read; convert the model again")
-    n_tensors = cursor.u64("the number of tensors")
-    n_pairs = cursor.u64("the number of metadata entries")
-    if n_tensors > MAX_TENSORS or n_pairs > MAX_PAIRS:
-        raise BadGGUF(
-            f"{label}: claims {n_tensors} tensors and {n_pairs} metadata entries "
-            f"(at most {MAX_TENSORS} and {MAX_PAIRS} are read); the file is damaged, fetch it again"
-        )
-    entries: dict[str, Entry] = {}
-    for _ in range(n_pairs):
-        key = cursor.name("a metadata key")
-        if key in entries:
-            raise BadGGUF(f"{label}: the metadata key {key} stands twice; the file is damaged")
-        entries[key] = _read_value(cursor, key, cursor.u32(key))
-    metadata = Metadata(entries)
-    alignment = (
-        metadata.integer("general.alignment") if "general.alignment" in metadata else DEFAULT_ALIGNMENT
-    )
-    if alignment is None or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
-        raise BadGGUF(f"{label}: general.alignment is {alignment}, not a power of two; the file is damaged")
-    infos: list[tuple[str, tuple[int, ...], int, int]] = []
-    names: set[str] = set()
-    for _ in range(n_tensors):
-        name = cursor.name("a tensor's name")
-        n_dims = cursor.u32(name)
-        if not 1 <= n_dims <= 4:
-            raise BadGGUF(f"{label}: tensor {name} has {n_dims} dimensions; the file is damaged")
-        shape = tuple(cursor.u64(name) for _ in range(n_dims))
-        ggml_type, offset = cursor.u32(name), cursor.u64(name)
-        _check_shape(label, name, shape, ggml_type)
-        if name in names:
-            raise BadGGUF(f"{label}: tensor {name} stands twice; the file is damaged")
-        if offset % alignment:
-            raise BadGGUF(f"{label}: tensor {name} is not aligned to {alignment} bytes; the file is damaged")
-        names.add(name)
-        infos.append((name, shape, ggml_type, offset))
-    data_start = (cursor.at + alignment - 1) // alignment * alignment
-    tensors = []
-    for name, shape, ggml_type, offset in infos:
-        tensor = Tensor(
-            name, shape, ggml_type, tensor_bytes(shape, ggml_type), file_index, data_start + offset
-        )
-        if tensor.offset + tensor.n_bytes > size:
-            raise TruncatedGGUF(
-                f"{label}: has {size} bytes, but tensor {name} ends at {tensor.offset + tensor.n_bytes}; "
-                "the download was cut short, fetch the file again"
-            )
-        tensors.append(tensor)
-    return SourceFile(path.name, size, path), metadata, tensors
 
 
 def _open(path: Path) -> ModelFile:

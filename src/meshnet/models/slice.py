@@ -8,9 +8,12 @@ What llama.cpp demands of any file but a shard in the middle never reads (the em
 filler: a hole in a sparse file, nothing to download and nothing on the disk. A shard that is neither head nor
 tail has no vocabulary either, so that its embedding has 32 rows instead of 100,000 and more.
 
-llama.cpp aborts on a hybrid model that lacks recurrent or attention layers altogether, as a short shard may.
-Such a shard gets one layer of the missing kind behind its own, all zeros (again a hole): it adds nothing to
-the stream. A stage that stops at its last layer never runs it; a tail runs it, and it is the identity.
+llama.cpp aborts on a model whose layers are of two kinds (recurrent and attention; sliding window and full)
+when one kind is absent, as in a short shard. Such a shard gets one layer of the missing kind that is all
+zeros (again a hole), so that it adds nothing to the stream. It stands behind the shard's own layers, where a
+stage that stops at its last layer never runs it; in a tail it stands in front, because llama.cpp computes the
+last layer for the sampled rows only, which rounds differently. `meshnet.filler_before` says how many are in
+front.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ from meshnet.models.architecture import (
     sliding_layers,
 )
 from meshnet.models.errors import LayersOutside, ModelError, TruncatedGGUF, Uncuttable
-from meshnet.models.gguf import DEFAULT_ALIGNMENT, QUANT_SIZES, ModelFile, Tensor, tensor_bytes
+from meshnet.models.gguf import ModelFile
+from meshnet.models.header import DEFAULT_ALIGNMENT, QUANT_SIZES, Tensor, tensor_bytes
 from meshnet.models.metadata import ARRAY, BOOL, STRING, UINT32, Entry, array_entry, encode_pair, scalar_entry
 
 F32, Q4_0, IQ1_S = 0, 2, 19
@@ -110,18 +114,21 @@ def plan_slice(model: ModelFile, first: int, last: int, *, fingerprint: str = ""
     if reason := model_refusal(model):
         raise Uncuttable(reason)
     tail = last == model.n_layers - 1
-    layers = [*range(first, last + 1), *_filler_layers(model, first, last)]
+    own, extra = list(range(first, last + 1)), _filler_layers(model, first, last)
+    before = len(extra) if tail else 0
+    layers = [*extra, *own] if tail else [*own, *extra]
     entries = _shard_metadata(model, layers, first, last, fingerprint or model.fingerprint)
+    entries["meshnet.filler_before"] = scalar_entry(UINT32, before)
     if first > 0 and not tail:
         entries = _without_vocabulary(model.arch, entries)
     infos = [
-        _Info(_renumbered(tensor.name, first), tensor.shape, tensor.ggml_type, tensor)
+        _Info(_renumbered(tensor.name, first - before), tensor.shape, tensor.ggml_type, tensor)
         for tensor in model.tensors
         if _belongs(model, tensor, first, last)
     ]
-    infos += _fillers(
-        model, layers[last - first + 1 :], last - first + 1, {info.name for info in infos}, tail
-    )
+    infos += _fillers(model, {info.name for info in infos}, tail)
+    for position, layer in enumerate(extra, 0 if tail else len(own)):
+        infos += _zero_layer(model, layer, position)
     return _lay_out(model, first, last, entries, infos)
 
 
@@ -137,31 +144,39 @@ class _Info:
 
 def _filler_layers(model: ModelFile, first: int, last: int) -> list[int]:
     """For each kind of layer that the shard must have and lacks: a layer of the model with its shapes."""
-    if not architecture(model.arch).recurrent:
-        return []
-    kinds = recurrent_layers(model)
-    missing = {True, False} - set(kinds[first : last + 1])
+    known = architecture(model.arch)
+    if known.recurrent:
+        kinds, needed = recurrent_layers(model), {True, False}
+    else:
+        kinds, needed = sliding_layers(model), {True} & set(sliding_layers(model))
+    missing = needed - set(kinds[first : last + 1])
     return [kinds.index(kind) for kind in sorted(missing) if kind in kinds]
 
 
-def _fillers(model: ModelFile, layers: list[int], start: int, present: set[str], tail: bool) -> list[_Info]:
-    rows = model.n_vocab if tail else MIDDLE_VOCABULARY
+def _fillers(model: ModelFile, present: set[str], tail: bool) -> list[_Info]:
+    """What llama.cpp demands and the shard does not use."""
     is_head = "token_embd.weight" in present
+    kind = _filler_type(model.n_embd)
     infos: list[_Info] = []
-    if "token_embd.weight" not in present:
-        kind = _filler_type(model.n_embd)
+    if not is_head:
+        rows = model.n_vocab if tail else MIDDLE_VOCABULARY
         infos.append(_Info("token_embd.weight", (model.n_embd, rows), kind, None))
     if "output_norm.weight" not in present:
         infos.append(_Info("output_norm.weight", (model.n_embd,), F32, None))
     if architecture(model.arch).demands_output and "output.weight" not in present:
         rows = model.n_vocab if is_head else MIDDLE_VOCABULARY
-        infos.append(_Info("output.weight", (model.n_embd, rows), _filler_type(model.n_embd), None))
-    for position, layer in enumerate(layers, start):
-        for tensor in model.tensors:
-            if tensor.layer == layer:
-                plain = len(tensor.shape) == 1 or tensor.ggml_type == F32
-                kind = F32 if plain else _filler_type(tensor.shape[0])
-                infos.append(_Info(_renumbered(tensor.name, layer - position), tensor.shape, kind, None))
+        infos.append(_Info("output.weight", (model.n_embd, rows), kind, None))
+    return infos
+
+
+def _zero_layer(model: ModelFile, layer: int, position: int) -> list[_Info]:
+    """Holes with the shapes of layer `layer`, as block `position` of a shard."""
+    infos: list[_Info] = []
+    for tensor in model.tensors:
+        if tensor.layer == layer:
+            plain = len(tensor.shape) == 1 or tensor.ggml_type == F32
+            kind = F32 if plain else _filler_type(tensor.shape[0])
+            infos.append(_Info(_renumbered(tensor.name, layer - position), tensor.shape, kind, None))
     return infos
 
 
