@@ -1,0 +1,1 @@
+"""One command per figure; see figures.py for what they share."""
