@@ -1,1 +1,0 @@
-"""One command per figure; see figures.py for what they share."""
