@@ -36,6 +36,7 @@ class Card:
     """What a head knows about its model for people and clients."""
 
     name: str = ""
+    chat_template: str = field(default="", repr=False)
     tools: bool = False
     n_ctx_train: int = 0
     n_vocab: int = 0

@@ -1,7 +1,7 @@
 """Membership as a state machine: (state, event, now) -> (state, effects). No sockets, no clock, no storage.
 
-Whoever owns the streams authenticates a join first, then feeds events in and carries the effects out. `now` is in
-seconds of one monotonic clock, `now_ms` in an event unix milliseconds.
+Whoever owns the streams authenticates a join first, then feeds events in and carries the effects out. `now`
+is in seconds of one monotonic clock, `now_ms` in an event unix milliseconds.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def conflict(state: State, node_id: str, shards: tuple[Shard, ...]) -> tuple[str
         if shard.model_layers < 1 or not 0 <= shard.start_layer <= shard.end_layer < shard.model_layers:
             return (
                 "layers",
-                f"layers {shard.start_layer}-{shard.end_layer} of {shard.model!r} do not lie in 0-{shard.model_layers - 1}",
+                f"layers {shard.start_layer}-{shard.end_layer} of {shard.model!r} do not lie in "
+                f"0-{shard.model_layers - 1}",
                 "start the node with --layers within the model",
             )
         known = known_fingerprint(state.nodes.values(), shard.model, but=node_id)
@@ -104,8 +105,8 @@ def conflict(state: State, node_id: str, shards: tuple[Shard, ...]) -> tuple[str
         if fingerprint != shard.fingerprint:
             return (
                 "fingerprint",
-                f"model {shard.model!r} has the fingerprint {shard.fingerprint[:16]} here and {fingerprint[:16]} "
-                f"on node {other!r}: the files differ",
+                f"model {shard.model!r} has the fingerprint {shard.fingerprint[:16]} here and "
+                f"{fingerprint[:16]} on node {other!r}: the files differ",
                 f"use the same file as {other!r}, or give this one a model id of its own",
             )
     return None
@@ -116,17 +117,12 @@ def _joined(state: State, event: Joined, now: float) -> Step:
     if old is None and len(state.nodes) >= MAX_NODES:
         message = f"the mesh has {MAX_NODES} nodes, the most that a tracker takes"
         return state, (Refuse(event.connection, "full", message, "remove nodes", retry=True),)
-    if old is not None and old.connection is not None and old.boot_id != event.boot_id:
-        if now - old.seen_at < state.rules.lease_s:
-            return state, (
-                Refuse(
-                    event.connection,
-                    "duplicate_node",
-                    f"another process is in the mesh as node {event.node_id!r} ({old.http_url})",
-                    "give this one a data folder of its own (--data), or stop the other",
-                    retry=True,
-                ),
-            )
+    taken = old if old is not None and old.connected and old.boot_id != event.boot_id else None
+    if taken is not None and now - taken.seen_at < state.rules.lease_s:
+        # The older process keeps the id while it lives.
+        message = f"another process is in the mesh as node {event.node_id!r} ({taken.http_url})"
+        remedy = "give this one a data folder of its own (--data), or stop the other"
+        return state, (Refuse(event.connection, "duplicate_node", message, remedy, retry=True),)
     if problem := conflict(state, event.node_id, event.shards):
         code, message, remedy = problem
         return state, (Refuse(event.connection, code, message, remedy),)

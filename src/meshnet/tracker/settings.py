@@ -1,4 +1,4 @@
-"""What an operator can set, by environment variable (MESHNET_TRACKER_...) or command line; all have sane defaults."""
+"""What an operator can set, by environment (MESHNET_TRACKER_...) or command line; all have sane defaults."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class TrackerSettings(BaseSettings):
     first_event_s: Seconds = 10.0
     """How long a head may take to open the whole route, beyond what it measured itself to need."""
     decode_deadline_s: Seconds = 10.0
-    """The longest that a head may be silent between decode steps; the estimate times 16 where that is less."""
+    """The longest that a head may be silent between decode steps."""
     park_s: Seconds = 10.0
     """How long a call may look for a substitute of a lost node before it ends with route_lost."""
     max_reroutes: Annotated[int, Field(ge=0)] = 8

@@ -11,6 +11,7 @@ from meshnet.tracker.signals import Beat, Joined, ShardBeat
 MAX_SHARDS = 64
 MAX_TEXT = 256
 MAX_LABELS = 32
+MAX_TEMPLATE = 256 << 10
 MAX_SLOTS = 4_096
 
 
@@ -79,6 +80,7 @@ def read_shard(shard: pb.Shard, numerics_class: str) -> Shard:
     if shard.HasField("card"):
         card = Card(
             name=text(shard.card.name) or shard.model,
+            chat_template=shard.card.chat_template[:MAX_TEMPLATE],
             tools=shard.card.tools,
             n_ctx_train=shard.card.n_ctx_train,
             n_vocab=shard.card.n_vocab,

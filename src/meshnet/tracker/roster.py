@@ -1,0 +1,168 @@
+"""Owns the registry's state: feeds events in, carries effects out, tells the others what changed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import structlog
+
+from meshnet.tracker.members import Node
+from meshnet.tracker.registry import step
+from meshnet.tracker.signals import (
+    CloseStream,
+    Effect,
+    Event,
+    Gone,
+    Probe,
+    Probed,
+    Refuse,
+    Rules,
+    Say,
+    State,
+    TellCuts,
+    TellDrain,
+    TellPeers,
+    Tick,
+    Welcome,
+)
+
+TICK_S = 0.25
+
+log = structlog.get_logger("meshnet.mesh")
+
+
+class Line(Protocol):
+    """A membership stream, as the roster uses it: nothing here waits."""
+
+    def tell(self, effect: Welcome | Refuse | TellCuts | TellDrain | TellPeers) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Roster:
+    """The mesh as it is now. Everything runs on one event loop; `feed` never waits."""
+
+    def __init__(
+        self,
+        rules: Rules,
+        *,
+        probe: Callable[[Probe], asyncio.Future[str] | asyncio.Task[str]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.state = State(rules)
+        self.version = 0
+        """Raised with every change, so that whatever was derived from the state can be kept until then."""
+        self.clock = clock
+        self._probe = probe
+        self._lines: dict[int, Line] = {}
+        self._changed: list[Callable[[str, Node | None], None]] = []
+        self._gone: list[Callable[[str, str], None]] = []
+        self._said: list[Callable[[Say], None]] = []
+        self._running: set[asyncio.Future[str]] = set()
+        self._ticking: asyncio.Task[None] | None = None
+
+    def on_change(self, listener: Callable[[str, Node | None], None]) -> None:
+        """`listener(node_id, node)` after each change of a node; None when it is forgotten."""
+        self._changed.append(listener)
+
+    def on_gone(self, listener: Callable[[str, str], None]) -> None:
+        """`listener(node_id, reason)` when running calls must leave a node."""
+        self._gone.append(listener)
+
+    def on_say(self, listener: Callable[[Say], None]) -> None:
+        """`listener(say)` for each line that people should see."""
+        self._said.append(listener)
+
+    def start(self) -> None:
+        self._ticking = asyncio.create_task(self._tick(), name="roster-tick")
+
+    async def stop(self) -> None:
+        """Ends probes and streams; nodes keep what they have and look for the next tracker."""
+        tasks: list[asyncio.Future[str] | asyncio.Task[None]] = [*self._running]
+        if self._ticking is not None:
+            tasks.append(self._ticking)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for line in list(self._lines.values()):
+            line.close()
+
+    def attach(self, connection: int, line: Line) -> None:
+        self._lines[connection] = line
+
+    def detach(self, connection: int) -> None:
+        self._lines.pop(connection, None)
+
+    def feed(self, event: Event) -> None:
+        """Applies one event; afterwards listeners have been told and messages are on their way."""
+        before = self.state.nodes
+        self.state, effects = step(self.state, event, self.clock())
+        after = self.state.nodes
+        if after is not before:
+            self.version += 1
+            for node_id, node in after.items():
+                if before.get(node_id) is not node:
+                    self._tell_changed(node_id, node)
+            for node_id in before:
+                if node_id not in after:
+                    self._tell_changed(node_id, None)
+        for effect in effects:
+            self._carry_out(effect)
+
+    def find(self, name: str) -> Node | None:
+        """The node with this id, or else this name (ignoring case)."""
+        node = self.state.nodes.get(name)
+        if node is not None:
+            return node
+        wanted = name.lower()
+        return next((node for node in self.state.nodes.values() if node.name.lower() == wanted), None)
+
+    def name_of(self, node_id: str) -> str:
+        node = self.state.nodes.get(node_id)
+        return node.name if node is not None else node_id
+
+    def _tell_changed(self, node_id: str, node: Node | None) -> None:
+        for listener in self._changed:
+            listener(node_id, node)
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case Welcome() | Refuse() | TellCuts() | TellDrain() | TellPeers():
+                line = self._lines.get(effect.connection)
+                if line is not None:
+                    line.tell(effect)
+            case CloseStream():
+                line = self._lines.pop(effect.connection, None)
+                if line is not None:
+                    line.close()
+            case Probe():
+                task = asyncio.ensure_future(self._probe(effect))
+                self._running.add(task)
+                task.add_done_callback(partial(self._probed, effect))
+            case Gone():
+                for gone in self._gone:
+                    gone(effect.node_id, effect.reason)
+            case Say():
+                log.log(_LEVELS[effect.level], effect.event, node_id=effect.node_id, line=effect.line)
+                for said in self._said:
+                    said(effect)
+
+    def _probed(self, asked: Probe, done: asyncio.Future[str]) -> None:
+        self._running.discard(done)
+        if done.cancelled():
+            return
+        failure = done.exception()
+        error = f"{type(failure).__name__}: {failure}" if failure is not None else done.result()
+        self.feed(Probed(asked.node_id, asked.boot_id, asked.model, error))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.feed(Tick(time.time_ns() // 1_000_000))
+
+
+_LEVELS = {"info": 20, "warning": 30, "error": 40}
