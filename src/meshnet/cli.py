@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import typer
 
 from meshnet import __version__
+from meshnet.config import ConfigError, config_path, load_config, option_defaults
 
 
 class Command(NamedTuple):
@@ -31,7 +32,11 @@ COMMANDS: dict[str, Command] = {
     "price": Command("books", "price", "Prices per model."),
     "ledger": Command("books", "ledger", "Check, refund, export the ledger."),
     "data": Command("books", "data", "Back up and restore the tracker's data."),
+    "config": Command("config", "config", "Show the config file and where each value comes from."),
 }
+CONFIGURABLE = ("demo", "tracker", "node")
+"""Subcommands whose options the config file may set."""
+ENV_PREFIX = "MESHNET"
 
 
 def _print_version(wanted: bool) -> None:
@@ -54,7 +59,9 @@ def _listed_only() -> None:
 
 def build_app(wanted: str | None) -> typer.Typer:
     """The command with `wanted` registered for real and every other subcommand by its help alone."""
-    app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+    app = typer.Typer(
+        add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
+    )
     app.callback()(_root)
     for name, entry in COMMANDS.items():
         if name != wanted:
@@ -68,8 +75,25 @@ def build_app(wanted: str | None) -> typer.Typer:
     return app
 
 
+def _defaults(wanted: str | None) -> dict[str, Any]:
+    """The config file's values for the subcommand that runs. Raises ConfigError."""
+    if wanted not in CONFIGURABLE:
+        return {}
+    table = load_config(commands=COMMANDS).get(wanted, {})
+    if not table:
+        return {}
+    from meshnet.commands.config import command_options
+
+    return {wanted: option_defaults(config_path(), wanted, table, command_options(wanted))}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     wanted = next((argument for argument in given if not argument.startswith("-")), None)
-    build_app(wanted)(given, prog_name="meshnet")
+    try:
+        defaults = _defaults(wanted)
+    except ConfigError as error:
+        sys.stderr.write(f"meshnet: {error}\n")
+        raise SystemExit(2) from error
+    build_app(wanted)(given, prog_name="meshnet", default_map=defaults, auto_envvar_prefix=ENV_PREFIX)
