@@ -1,0 +1,122 @@
+"""Measures a loaded shard: medians of compute alone, the layers apart from embedding and output."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from meshnet.engine.base import EngineError, EngineInfo, Hidden, SelfTest
+from meshnet.engine.segment import Rows, Segment
+
+PREFILL_ROWS = 64
+DEPTH = 32
+"""Positions that the decode steps find in the context."""
+ROUNDS = 9
+PREFILL_ROUNDS = 3
+BATCHES = (2, 4, 8, 16, 32)
+BUDGET_S = 0.6
+"""For the decode figures and for the batches; a slow machine makes fewer rounds."""
+
+
+def measure(segments: Sequence[Segment], info: EngineInfo, sample: Callable[[int], None]) -> SelfTest:
+    """Times steps over all of the shard's segments; slots must be free and are clear again afterwards.
+
+    `sample` makes a token of the tail's row. Noise is met by medians of interleaved rounds. Raises
+    EngineError where a step fails.
+    """
+    bench = _Bench(segments, info, sample)
+    try:
+        return bench.run()
+    finally:
+        for segment in segments:
+            for slot in range(info.n_slots):
+                segment.clear(slot)
+
+
+class _Bench:
+    def __init__(self, segments: Sequence[Segment], info: EngineInfo, sample: Callable[[int], None]) -> None:
+        self.segments, self.info, self._sample = segments, info, sample
+        rows = min(info.max_rows, info.n_ctx)
+        self._tokens = np.arange(rows, dtype=np.int32) % info.n_vocab
+        noise = np.random.default_rng(7).standard_normal((rows, info.n_embd))
+        self._hidden = noise.astype(np.float32)
+        self._position = [0] * info.n_slots
+
+    def run(self) -> SelfTest:
+        info = self.info
+        layers = info.last - info.first + 1
+        prefill_rows = min(PREFILL_ROWS, info.max_rows, info.n_ctx // 2)
+        prefill = [self._step(1, prefill_rows, info.last) for _ in range(PREFILL_ROUNDS)]
+        self._reset()
+        self._step(1, min(DEPTH, prefill_rows), info.last)
+        short = info.first + layers // 4
+        whole: list[float] = []
+        deep: list[float] = []
+        shallow: list[float] = []
+        started = time.perf_counter()
+        while len(deep) < ROUNDS and (len(deep) < 3 or time.perf_counter() - started < BUDGET_S):
+            deep.append(self._step(1, 1, info.last))
+            shallow.append(self._step(1, 1, short))
+            if info.is_tail:
+                whole.append(self._step(1, 1, None))
+        all_layers, some_layers = statistics.median(deep), statistics.median(shallow)
+        embed, per_layer = 0.0, all_layers / layers
+        fewer = short - info.first + 1
+        if info.is_head and fewer < layers:
+            slope = max((all_layers - some_layers) / (layers - fewer), 0.0)
+            embed = min(max(all_layers - slope * layers, 0.0), all_layers / 2)
+            per_layer = (all_layers - embed) / layers
+        output = max(statistics.median(whole) - all_layers, 0.0) if whole else 0.0
+        return SelfTest(
+            decode_ms_per_layer=per_layer,
+            prefill_ms_per_token_layer=min(prefill[1:]) / (prefill_rows * layers),
+            embed_ms=embed,
+            output_ms=output,
+            batch_ms=self._batches(statistics.median(whole or deep)),
+        )
+
+    def _batches(self, alone: float) -> dict[int, float]:
+        found = {1: alone}
+        started = time.perf_counter()
+        until = None if self.info.is_tail else self.info.last
+        for count in BATCHES:
+            if count > min(self.info.n_slots, self.info.max_rows) or time.perf_counter() - started > BUDGET_S:
+                break
+            self._reset()
+            self._step(count, 1, until)
+            found[count] = statistics.median(self._step(count, 1, until) for _ in range(3))
+        return found
+
+    def _reset(self) -> None:
+        for segment in self.segments:
+            for slot in range(self.info.n_slots):
+                segment.clear(slot)
+        self._position = [0] * self.info.n_slots
+
+    def _step(self, slots: int, rows: int, until: int | None) -> float:
+        """Milliseconds for `rows` rows on each of the first `slots` slots."""
+        if self._position[0] + rows > self.info.n_ctx:
+            self._reset()
+        total = slots * rows
+        parts = [Rows(slot, self._position[slot], rows, int(until is None)) for slot in range(slots)]
+        data: Hidden | None = None
+        for slot in range(slots):
+            self._position[slot] += rows
+        started = time.perf_counter()
+        for segment in self.segments:
+            tokens = self._tokens[:total] if segment.is_head else None
+            if tokens is None and data is None:
+                data = self._hidden[:total]
+            stop = None if until is None and segment.is_tail else min(until or segment.last, segment.last)
+            data = segment.decode(parts, tokens, data, stop)
+            if until is not None and until <= segment.last:
+                break
+        if until is None:
+            if data is not None:
+                raise EngineError("the shard gave no logits in its self-test")
+            for row in range(total):
+                self._sample(row)
+        return (time.perf_counter() - started) * 1e3
