@@ -32,6 +32,8 @@ COMMANDS: dict[str, Command] = {
     "price": Command("books", "price", "Prices per model."),
     "ledger": Command("books", "ledger", "Check, refund, export the ledger."),
     "data": Command("books", "data", "Back up and restore the tracker's data."),
+    "doctor": Command("doctor", "doctor", "Check this machine, with a remedy per finding."),
+    "service": Command("service", "service", "Keep a tracker or a node running (systemd, launchd)."),
     "config": Command("config", "config", "Show the config file and where each value comes from."),
 }
 CONFIGURABLE = ("demo", "tracker", "node")
