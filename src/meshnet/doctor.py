@@ -6,7 +6,6 @@ import os
 import platform
 import shutil
 import socket
-import sys
 import time
 import urllib.error
 import urllib.parse
@@ -45,9 +44,7 @@ class Finding:
 
 def check_python() -> Finding:
     """Version of Python and of meshnet."""
-    detail = f"Python {platform.python_version()} on {platform.platform()}, meshnet {__version__}"
-    if sys.version_info < (3, 11):
-        return Finding("python", "fail", detail, "install Python 3.11 or newer")
+    detail = f"{platform.python_version()} on {platform.platform()}, meshnet {__version__}"
     return Finding("python", "ok", detail)
 
 
@@ -60,7 +57,7 @@ def check_engine() -> Finding:
         library = load_library()
     except (EngineError, OSError) as error:
         return Finding("engine", "fail", str(error), "reinstall: pip install --force-reinstall meshnet")
-    return Finding("engine", "ok", f"{library.known.provider} {library.known.version}")
+    return Finding("engine", "ok", f"{library.provider} {library.version} at {library.path}")
 
 
 def check_cpu() -> Finding:
