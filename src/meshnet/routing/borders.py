@@ -1,0 +1,186 @@
+"""The cheapest path over layer borders when every stage has one fixed cost.
+
+Vertices are the borders `first .. last + 1` of a window. A node that runs whole shards only adds the edge
+`L -> E + 1` for each of its shards inside the window; a node with mid-shard entry adds `i -> j + 1` for every
+`L <= i <= j <= E`. A node's adjoining edges are one stage, charged once.
+
+The order on routes is (cost, stages, node ids, ends: later first). It is kept when the same stages are
+appended to both sides, so one best label per border is enough to *enter* another node. It is not enough to
+*stay* on a node: for that, each node's own best entry is kept as long as the node goes on. A node's stage has
+the same cost wherever it was entered, so its label is just the best border label among its entries; with
+mid-shard entry that is the best label over a span of borders, the same for all nodes whose shard starts at
+the same layer. Entering the node that a label already ends with is never better than staying there (one stage
+more, no layer less), so a border needs no second best.
+
+Nodes with equal shards differ in cost and name alone, and the cheaper one can stand in for the other
+anywhere: one per set of shards is kept. What is left is O(nodes * shards + layers^2), whatever the number of
+nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from meshnet.routing.checks import LayerRange
+from meshnet.routing.route import Stage
+
+Label = tuple[int, int, tuple[str, ...], tuple[int, ...]]
+"""Units of 1e-9 ms (each stage with a hop), number of stages, node ids, ends negated: compared as it
+stands.
+"""
+
+Offer = tuple[int, str]
+"""What a stage costs in units, and the node that runs it: compared as it stands."""
+
+
+class Runner(NamedTuple):
+    """One node as the path search sees it: units per stage, and where it may start and stop."""
+
+    node_id: str
+    units: int
+    shards: tuple[LayerRange, ...]
+    mid_shard_entry: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The best path, or None, and the highest border that can be reached from the window's start."""
+
+    units: int
+    stages: tuple[Stage, ...] | None
+    reached: int
+
+
+def cheapest(window: LayerRange, runners: Iterable[Runner], hop: int = 0) -> Found:
+    """The least path over `window` by (units, stages, node ids, later ends); `hop` units per border between
+    stages.
+    """
+    first, last = window
+    edges = _Edges(window, runners)
+    # The hop of the first stage is taken back here, so that every stage can be charged with one.
+    start: Label = (-hop, 0, (), ())
+    best: dict[int, Label] = {first: start}
+    entries: dict[int, Label] = {}
+    chained: list[dict[int, Label]] = [{} for _ in edges.chains]
+    for border in range(first + 1, last + 2):
+        opened = best.get(border - 1)
+        if border - 1 in edges.anywhere:
+            entries[border - 1] = _least(opened, None)
+        least: Label | None = None
+        for begin, (units, node_id) in edges.whole.get(border, {}).items():
+            label = best.get(begin)
+            if label is not None:
+                least = _extended(label, units + hop, node_id, border, least)
+        for begin, label in entries.items():
+            if opened is not None and opened < label:
+                entries[begin] = label = opened
+            offers = edges.anywhere[begin]
+            if border in offers and label is not UNREACHED:
+                units, node_id = offers[border]
+                least = _extended(label, units + hop, node_id, border, least)
+        for index, begin in edges.chain_ends.get(border, ()):
+            labels = chained[index]
+            entered = _least(best.get(begin), labels.get(begin))
+            if entered is UNREACHED:
+                continue
+            labels[border] = _least(entered, labels.get(border))
+            runner = edges.chains[index]
+            least = _extended(labels[border], runner.units + hop, runner.node_id, border, least)
+        if least is not None:
+            best[border] = least
+    final = best.get(last + 1)
+    if final is None:
+        return Found(0, None, max(best))
+    return Found(final[0], _stages(first, final), last + 1)
+
+
+UNREACHED: Label = (1 << 4096, 0, (), ())
+"""Stands for a border no path reaches; above any label."""
+
+
+def _least(a: Label | None, b: Label | None) -> Label:
+    if a is None:
+        return UNREACHED if b is None else b
+    return a if b is None or a < b else b
+
+
+def _extended(label: Label, units: int, node_id: str, border: int, least: Label | None) -> Label | None:
+    """The lesser of `least` and `label` with one more stage; builds the new label only where it may win."""
+    total = label[0] + units
+    if least is not None and (total > least[0] or (total == least[0] and label[1] >= least[1])):
+        return least
+    longer = (total, label[1] + 1, (*label[2], node_id), (*label[3], -border))
+    return longer if least is None or longer < least else least
+
+
+def _stages(first: int, label: Label) -> tuple[Stage, ...]:
+    stages = []
+    for node_id, end in zip(label[2], label[3], strict=True):
+        stages.append(Stage(node_id, first, -end - 1))
+        first = -end
+    return tuple(stages)
+
+
+class _Edges:
+    """The runners' edges inside a window, one runner per set of shards.
+
+    whole[end][begin]     the best offer for exactly `begin -> end`, of shards that adjoin no other of their
+                          node
+    anywhere[begin][end]  the best offer of nodes that enter anywhere from `begin` on and reach at least `end`
+    chains                nodes whose whole shards adjoin; chain_ends[end] lists (index, begin) of their edges
+    """
+
+    def __init__(self, window: LayerRange, runners: Iterable[Runner]) -> None:
+        first, last = window
+        self.whole: dict[int, dict[int, Offer]] = {}
+        self.anywhere: dict[int, dict[int, Offer]] = {}
+        self.chains: list[Runner] = []
+        self.chain_ends: dict[int, list[tuple[int, int]]] = {}
+        distinct: dict[tuple[bool, tuple[LayerRange, ...]], Runner] = {}
+        for runner in runners:
+            key = (runner.mid_shard_entry, runner.shards)
+            other = distinct.get(key)
+            if other is None or (runner.units, runner.node_id) < (other.units, other.node_id):
+                distinct[key] = runner
+        for runner in distinct.values():
+            if runner.mid_shard_entry:
+                for begin, end in spans(runner.shards, window):
+                    offer = (runner.units, runner.node_id)
+                    offers = self.anywhere.setdefault(begin, {})
+                    offers[end] = min(offers.get(end, offer), offer)
+                continue
+            inside = {(a, b + 1) for a, b in runner.shards if first <= a and b <= last}
+            if {a for a, _ in inside} & {b for _, b in inside}:
+                for begin, end in inside:
+                    self.chain_ends.setdefault(end, []).append((len(self.chains), begin))
+                self.chains.append(runner)
+            else:
+                for begin, end in inside:
+                    offer = (runner.units, runner.node_id)
+                    into = self.whole.setdefault(end, {})
+                    into[begin] = min(into.get(begin, offer), offer)
+        for begin, offers in self.anywhere.items():
+            reach: Offer | None = None
+            for end in range(last + 1, begin, -1):
+                offer_here = offers.get(end)
+                if offer_here is not None and (reach is None or offer_here < reach):
+                    reach = offer_here
+                if reach is not None:
+                    offers[end] = reach
+
+
+def spans(shards: Iterable[LayerRange], window: LayerRange) -> list[LayerRange]:
+    """Shards that touch or overlap as one span of borders (begin, end), cut to the window, ascending."""
+    first, last = window
+    result: list[LayerRange] = []
+    for a, b in sorted(shards):
+        begin, end = max(a, first), min(b, last) + 1
+        if begin >= end:
+            continue
+        if result and begin <= result[-1][1]:
+            result[-1] = (result[-1][0], max(end, result[-1][1]))
+        else:
+            result.append((begin, end))
+    return result
