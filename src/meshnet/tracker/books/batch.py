@@ -1,4 +1,4 @@
-"""Carries out a batch of ledger commands in one transaction: reads what they need, decides, writes the changes.
+"""Carries out a batch of ledger commands in one transaction: reads, decides, writes the changes.
 
 The order of locks is the same in every transaction (calls by id, then accounts by id, then books by name), so
 that two trackers on one PostgreSQL wait for each other and do not deadlock.
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any, Final
 
-from sqlalchemy import Connection, bindparam, insert, select, update
+from sqlalchemy import Connection, bindparam, insert, literal_column, select, update
 
 from meshnet.tracker.books import schema
 from meshnet.tracker.books.ledger import (
@@ -26,6 +26,7 @@ from meshnet.tracker.books.ledger import (
     deltas,
     month,
 )
+from meshnet.tracker.books.prepared import Prepared
 from meshnet.tracker.books.records import Refusal, Settlement, Work
 from meshnet.tracker.books.storage import upsert
 
@@ -34,12 +35,48 @@ Answer = Settlement | Refusal | None
 FIELDS: Final = tuple(field.name for field in fields(Call))
 CHANGING: Final = ("status", "outcome", "reason", "prompt_tokens", "output_tokens", "charge", "ended_at")
 
-CALLS: Final = select(*(schema.calls.c[name] for name in FIELDS))
-CHANGE_CALL: Final = (
+COLUMNS: Final = [schema.calls.c[name] for name in FIELDS]
+
+READ_CALLS: Final = Prepared(
+    select(*COLUMNS)
+    .where(schema.calls.c.id.in_(bindparam("ids", expanding=True)))
+    .order_by(schema.calls.c.id)
+    .with_for_update()
+)
+READ_ACCOUNTS: Final = Prepared(
+    select(schema.accounts.c.id, schema.accounts.c.unlimited, schema.balances.c.amount)
+    .select_from(schema.accounts)
+    .join(schema.balances, schema.balances.c.book == literal_column("'account:' || accounts.id"))
+    .where(schema.accounts.c.id.in_(bindparam("ids", expanding=True)))
+    .order_by(schema.accounts.c.id)
+    .with_for_update(of=schema.balances)
+)
+READ_SPENDING: Final = Prepared(
+    select(schema.key_spending).where(
+        schema.key_spending.c.key_id.in_(bindparam("keys", expanding=True)),
+        schema.key_spending.c.period.in_(bindparam("periods", expanding=True)),
+    )
+)
+READ_TRACKERS: Final = Prepared(
+    select(schema.trackers.c.id, schema.trackers.c.ended_at)
+    .where(schema.trackers.c.id.in_(bindparam("ids", expanding=True)))
+    .order_by(schema.trackers.c.id)
+    .with_for_update()
+)
+READ_WORK: Final = Prepared(
+    select(*schema.work.c)
+    .where(schema.work.c.call_id.in_(bindparam("ids", expanding=True)))
+    .order_by(schema.work.c.call_id, schema.work.c.line)
+)
+NEW_CALL: Final = Prepared(insert(schema.calls), FIELDS)
+CHANGE_CALL: Final = Prepared(
     update(schema.calls)
     .where(schema.calls.c.id == bindparam("call_id"))
     .values({name: bindparam(f"new_{name}") for name in CHANGING})
 )
+NEW_WORK: Final = Prepared(insert(schema.work), schema.work.c.keys())
+ENTRY_FIELDS: Final = tuple(column.name for column in schema.entries.c if column.name != "id")
+NEW_ENTRY: Final = Prepared(insert(schema.entries), ENTRY_FIELDS)
 
 
 def carry_out(connection: Connection, commands: Sequence[Command], now: int) -> list[Answer]:
@@ -78,9 +115,7 @@ def carry_out(connection: Connection, commands: Sequence[Command], now: int) -> 
 
 def _read(connection: Connection, commands: Sequence[Command]) -> State:
     ids = sorted({c.call.id if isinstance(c, Reserve) else c.call_id for c in commands})
-    rows = connection.execute(
-        CALLS.where(schema.calls.c.id.in_(ids)).order_by(schema.calls.c.id).with_for_update()
-    ).all()
+    rows = READ_CALLS.all(connection, {"ids": ids})
     calls = {row[0]: Call(*row) for row in rows}
     state = State(calls=calls, lost=_lost(connection, commands))
     ended = [call.id for call in calls.values() if call.status != "open"]
@@ -93,19 +128,10 @@ def _read(connection: Connection, commands: Sequence[Command]) -> State:
 
 
 def _read_accounts(connection: Connection, state: State, reserves: Sequence[Reserve]) -> None:
-    accounts, balances = schema.accounts, schema.balances
-    books = {account_book(command.call.account_id): command.call.account_id for command in reserves}
-    amounts = connection.execute(
-        select(balances.c.book, balances.c.amount)
-        .where(balances.c.book.in_(sorted(books)))
-        .order_by(balances.c.book)
-        .with_for_update()
-    ).all()
-    state.balances.update({books[book]: amount for book, amount in amounts})
-    unlimited = connection.execute(
-        select(accounts.c.id, accounts.c.unlimited).where(accounts.c.id.in_(sorted(books.values())))
-    ).all()
-    state.unlimited.update({row[0]: bool(row[1]) for row in unlimited})
+    ids = sorted({command.call.account_id for command in reserves})
+    for account_id, unlimited, amount in READ_ACCOUNTS.all(connection, {"ids": ids}):
+        state.unlimited[account_id] = bool(unlimited)
+        state.balances[account_id] = amount
     # The account's balance is locked, and a key belongs to one account: its spending cannot change meanwhile.
     keys = sorted(
         {
@@ -115,11 +141,8 @@ def _read_accounts(connection: Connection, state: State, reserves: Sequence[Rese
         }
     )
     if keys:
-        spending = schema.key_spending
         periods = sorted({ALL_TIME, *(month(command.call.accepted_at) for command in reserves)})
-        for key_id, period, amount in connection.execute(
-            select(spending).where(spending.c.key_id.in_(keys), spending.c.period.in_(periods))
-        ):
+        for key_id, period, amount in READ_SPENDING.all(connection, {"keys": keys, "periods": periods}):
             state.spending[key_id, period] = amount
 
 
@@ -129,13 +152,7 @@ def _lost(connection: Connection, commands: Iterable[Command]) -> frozenset[str]
     )
     if not named:
         return frozenset()
-    trackers = schema.trackers
-    known = connection.execute(
-        select(trackers.c.id, trackers.c.ended_at)
-        .where(trackers.c.id.in_(named))
-        .order_by(trackers.c.id)
-        .with_for_update()
-    ).all()
+    known = READ_TRACKERS.all(connection, {"ids": named})
     alive = {row[0] for row in known if row[1] is None}
     return frozenset(named) - alive
 
@@ -143,12 +160,7 @@ def _lost(connection: Connection, commands: Iterable[Command]) -> frozenset[str]
 def read_work(connection: Connection, call_ids: Sequence[str]) -> dict[str, tuple[Work, ...]]:
     """What the nodes did in these calls."""
     found: dict[str, list[Work]] = {}
-    work = schema.work
-    for call_id, *values in connection.execute(
-        select(work.c.call_id, work.c.node_id, work.c.layers, work.c.prefill_tokens, work.c.decode_tokens)
-        .where(work.c.call_id.in_(call_ids))
-        .order_by(work.c.call_id, work.c.line)
-    ):
+    for call_id, _, *values in READ_WORK.all(connection, {"ids": call_ids}):
         found.setdefault(call_id, []).append(Work(*values))
     return {call_id: tuple(items) for call_id, items in found.items()}
 
@@ -164,10 +176,10 @@ def _write(
 ) -> None:
     new = [_row(call) for call in changed.values() if call.id not in stored]
     if new:
-        connection.execute(insert(schema.calls), new)
+        NEW_CALL.many(connection, new)
     old = [_change(call) for call in changed.values() if call.id in stored]
     if old:
-        connection.execute(CHANGE_CALL, old)
+        CHANGE_CALL.many(connection, old)
     done = [
         {
             "call_id": call_id,
@@ -181,7 +193,7 @@ def _write(
         for line, item in enumerate(items)
     ]
     if done:
-        connection.execute(insert(schema.work), done)
+        NEW_WORK.many(connection, done)
     write_entries(connection, entries, now)
     if spending:
         rows = [
@@ -199,8 +211,8 @@ def write_entries(
     """Appends entries and moves the balances of their books with them."""
     if not entries:
         return
-    connection.execute(
-        insert(schema.entries),
+    NEW_ENTRY.many(
+        connection,
         [
             {
                 "at": now,

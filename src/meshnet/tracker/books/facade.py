@@ -1,9 +1,9 @@
 """The books as the tracker sees them: who may call, what a call may cost, what it did cost.
 
-What is durable when. A call that costs money is accepted only once its reservation is on disk, and settled
-once the entries are. A call at price 0 reserves nothing and touches no disk before it ends; its record
-follows within LINGER_S of its end, together with others. So a crash can lose records of free calls of the
-last moments, never money: **no call without a row in the database has money reserved or charged.**
+What is durable when. A call that costs money is accepted only once its reservation is committed, and settled
+once its entries are on disk. A call at price 0 reserves nothing and touches no disk before it ends; its
+record follows within LINGER_S of its end, together with others. So a crash can lose records of free calls of
+the last moments, never money: **no call without a row in the database has money reserved or charged.**
 """
 
 from __future__ import annotations
@@ -249,7 +249,9 @@ class Books:
         if self._housekeeping is None:
             raise RuntimeError("call Books.start() before reserve: without it no crash would be noticed")
         try:
-            answer = await self._writer.submit(Reserve(call, key.monthly_budget, key.total_budget))
+            command = Reserve(call, key.monthly_budget, key.total_budget)
+            # On SQLite a power cut that loses the reservation has ended the call, too: see storage.py.
+            answer = await self._writer.submit(command, durable=self.storage.kind != "sqlite")
         except BaseException:
             # Whether it was written is not known (cancelled, or the connection broke): give it back if it
             # was.

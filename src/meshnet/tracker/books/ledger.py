@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Final
 
 from meshnet.tracker.books.prices import Share, charge, shares
@@ -46,7 +47,12 @@ def node_book(node_id: str) -> str:
 
 def month(at: int) -> str:
     """The calendar month (UTC) of a time, as `2026-11`."""
-    return datetime.fromtimestamp(at / 1000, UTC).strftime("%Y-%m")
+    return _month(at // 3_600_000)
+
+
+@lru_cache(maxsize=1024)
+def _month(hour: int) -> str:
+    return datetime.fromtimestamp(hour * 3600, UTC).strftime("%Y-%m")
 
 
 def seconds_to_next_month(at: int) -> int:

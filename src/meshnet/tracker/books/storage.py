@@ -1,9 +1,12 @@
 """Where the books are kept: SQLite by default, PostgreSQL by URL, one interface over both.
 
-Durability. SQLite runs in WAL mode. A transaction that moves money is committed with `synchronous=FULL`: one
-fsync, so neither a killed process nor a power cut loses it. One that moves none (records of free calls) is
-committed with NORMAL: a killed process loses nothing, a power cut the last moments at most, and the database
-stays whole. On PostgreSQL the same distinction is `synchronous_commit`.
+Durability. SQLite runs in WAL mode. A transaction that charges, refunds or pays in is committed with
+`synchronous=FULL`: one fsync, so neither a killed process nor a power cut loses it. Two kinds are committed
+with NORMAL, which a killed process does not lose either, and a power cut only if it comes within moments:
+records of free calls, and reservations. A power cut that loses a reservation ends its call as well, so
+nothing is left to pay for, and the log is written in order, so no charge outlives the reservation that it was
+taken from. On PostgreSQL, whose server may fall while the tracker and its calls live on, only records of free
+calls are committed asynchronously.
 
 Threads. Reads go through SQLAlchemy's async engine. Writes on SQLite run in one thread of their own on a
 synchronous connection: through aiosqlite each statement is a trip between threads, and a batch of five
@@ -15,9 +18,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sqlite3
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
@@ -28,6 +33,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.pool import NullPool
 
 from meshnet.tracker.books.migration import migrate
+from meshnet.tracker.books.prepared import Prepared
 from meshnet.tracker.books.records import BooksError, BooksUnavailable
 
 T = TypeVar("T")
@@ -132,16 +138,14 @@ class Storage:
     async def write(self, function: Callable[[Connection], T], *, durable: bool = True) -> T:
         """Runs `function` in one write transaction and returns what it returns, once that is committed.
 
-        `durable=False` skips the wait for the disk; only for what moves no money. An error rolls back.
+        `durable=False` skips the wait for the disk. An error rolls back. A caller that is cancelled does not
+        know whether the transaction was committed, only that it was as a whole or not at all.
         """
         if self.kind == "sqlite":
             assert self._thread is not None
             loop = asyncio.get_running_loop()
-            # Shielded: a caller that is cancelled must not leave a half-known transaction behind.
-            return await asyncio.shield(
-                loop.run_in_executor(self._thread, self._write_sqlite, function, durable)
-            )
-        return await asyncio.shield(asyncio.ensure_future(self._write_postgresql(function, durable)))
+            return await loop.run_in_executor(self._thread, self._write_sqlite, function, durable)
+        return await self._write_postgresql(function, durable)
 
     def _write_sqlite(self, function: Callable[[Connection], T], durable: bool) -> T:
         try:
@@ -152,7 +156,7 @@ class Storage:
             _set_synchronous(connection, "FULL" if durable else "NORMAL")
             with connection.begin():
                 return function(connection)
-        except DBAPIError as error:
+        except (DBAPIError, sqlite3.Error) as error:
             raise _translated(error) from error
 
     async def _write_postgresql(self, function: Callable[[Connection], T], durable: bool) -> T:
@@ -220,25 +224,28 @@ def upsert(
 
     Where the primary key exists, the columns `add` are added to it and `replace` replaced.
     """
-    make = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
-    statement = make(table)
+    _upsert(connection.dialect.name, table, add, replace).many(connection, rows)
+
+
+@cache
+def _upsert(dialect: str, table: Table, add: tuple[str, ...], replace: tuple[str, ...]) -> Prepared:
+    statement = (postgresql if dialect == "postgresql" else sqlite).insert(table)
     new = statement.excluded
     changes = {name: table.c[name] + new[name] for name in add} | {name: new[name] for name in replace}
-    connection.execute(
-        statement.on_conflict_do_update(index_elements=list(table.primary_key.columns), set_=changes), rows
-    )
+    keys = list(table.primary_key.columns)
+    return Prepared(statement.on_conflict_do_update(index_elements=keys, set_=changes), table.c.keys())
 
 
-def is_transient(error: DBAPIError) -> bool:
-    """True when running the same transaction again may succeed."""
-    state = getattr(error.orig, "sqlstate", None) or getattr(error.orig, "pgcode", None)
-    message = str(error.orig).lower()
-    return state in TRANSIENT_STATES or "database is locked" in message or "database is busy" in message
-
-
-def _translated(error: DBAPIError) -> Exception:
-    if error.connection_invalidated or is_transient(error):
-        return BooksUnavailable(f"the database cannot take the transaction now: {error.orig}")
+def _translated(error: DBAPIError | sqlite3.Error) -> Exception:
+    """BooksUnavailable where running the same transaction again may succeed, else the error itself."""
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    gone = isinstance(error, DBAPIError) and error.connection_invalidated
+    if isinstance(cause, sqlite3.Error):
+        code = getattr(cause, "sqlite_errorcode", 0) & 0xFF
+        gone = gone or code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+    state = getattr(cause, "sqlstate", None)
+    if gone or state in TRANSIENT_STATES:
+        return BooksUnavailable(f"the database cannot take the transaction now: {cause}")
     return error
 
 

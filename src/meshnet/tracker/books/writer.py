@@ -35,7 +35,7 @@ log = structlog.get_logger("meshnet.books")
 @dataclass(slots=True)
 class _Queued:
     command: Command
-    money: bool
+    durable: bool
     done: asyncio.Future[Answer] | None
 
 
@@ -61,10 +61,10 @@ class Writer:
         """Commands that wait for their transaction."""
         return len(self._queue)
 
-    async def submit(self, command: Command, *, money: bool = True) -> Answer:
-        """Carries out a command; returns its answer once it is on disk. Raises BooksUnavailable."""
+    async def submit(self, command: Command, *, durable: bool = True) -> Answer:
+        """Carries out a command; returns its answer once it is committed. Raises BooksUnavailable."""
         done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._put(_Queued(command, money, done))
+        self._put(_Queued(command, durable, done))
         self._hurry.set()
         return await done
 
@@ -138,7 +138,7 @@ class Writer:
     async def _insist(self, batch: list[_Queued]) -> list[Answer]:
         """Runs the transaction, again and again while the database is merely unavailable, up to GIVE_UP_S."""
         commands = [item.command for item in batch]
-        durable = any(item.money for item in batch)
+        durable = any(item.durable for item in batch)
         loop = asyncio.get_running_loop()
         give_up, pause = loop.time() + GIVE_UP_S, FIRST_RETRY_S
         while True:
