@@ -1,0 +1,35 @@
+"""Books on both databases, with a clock that the test moves."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from books.kit import Kit
+from books.postgres import Postgres
+
+
+@pytest.fixture(scope="session")
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Postgres]:
+    """A PostgreSQL server."""
+    server = Postgres(tmp_path_factory.mktemp("postgres") / "data")
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+async def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A place for new books: a data directory, then a PostgreSQL database."""
+    if request.param == "sqlite":
+        return str(tmp_path / "data")
+    server: Postgres = request.getfixturevalue("postgres")
+    return await server.new_database()
+
+
+@pytest.fixture
+async def kit(where: str) -> AsyncIterator[Kit]:
+    """New books with a tracker on them, two accounts and a priced model."""
+    made = await Kit.make(where)
+    yield made
+    await made.close()
