@@ -1,0 +1,277 @@
+"""A call's life as a state machine: (state, event) -> (state, effects). No sockets, no clock.
+
+What streams (tokens, prefill progress) does not pass through here; what changes a call's phase, its route or its
+fate does. The orchestrator carries the effects out and reports back with further events.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Phase = Literal[
+    "accepted",
+    "queued",
+    "route_selected",
+    "connected",
+    "prefill",
+    "generating",
+    "complete",
+    "cancelled",
+    "failed",
+]
+Outcome = Literal["complete", "cancelled", "failed"]
+ENDED: frozenset[Phase] = frozenset({"complete", "cancelled", "failed"})
+BUSY_CODES = frozenset({"no_slots", "no_room", "busy", "draining", "loading"})
+"""A node's refusals that say nothing against the node: another one, or the same one later, may take the call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    max_reroutes: int = 8
+    fallback: bool = False
+    """A fallback model is configured for the call's model."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """`sent`: something has gone to the client. `opened`: the head has begun the attempt of this epoch."""
+
+    rules: Rules
+    phase: Phase = "accepted"
+    epoch: int = 0
+    nodes: tuple[str, ...] = ()
+    """Of the route, head first."""
+    opened: bool = False
+    sent: bool = False
+    excluded: frozenset[str] = frozenset()
+    """Nodes that failed this call."""
+    reroutes: int = 0
+    degraded: bool = False
+    repairing: bool = False
+
+    @property
+    def head(self) -> str:
+        return self.nodes[0] if self.nodes else ""
+
+    @property
+    def ended(self) -> bool:
+        return self.phase in ENDED
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """No room yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A route with room was taken; `same_head` when the head goes on with its session of the call."""
+
+    nodes: tuple[str, ...]
+    same_head: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NoPlace:
+    """No route, and waiting does not help. `code`: no_route, queue_full, queue_timeout, ..."""
+
+    status: int
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The head has accepted the attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillBegan:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class TokensCame:
+    """The first tokens of an attempt; `sent` when something of them has gone to the client."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLost:
+    """The head reports that a node downstream failed; it parks the call."""
+
+    node_id: str
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFailed:
+    """The way to the head broke, it missed its deadline, it refused, or the mesh lost it."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The request itself is at fault: another node would say the same."""
+
+    status: int
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Every choice has ended and the head has let go of the call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """By the client (client_gone, cancelled), a limit (stalled_reader, call_limit) or a shutdown."""
+
+    code: str
+    message: str
+    failed: bool = False
+
+
+Event = (
+    Queued
+    | Placed
+    | NoPlace
+    | Connected
+    | PrefillBegan
+    | TokensCame
+    | NodeLost
+    | HeadFailed
+    | Refused
+    | Finished
+    | Cancelled
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Find a route for the whole model and hold it; then open the head with what was generated so far."""
+
+    without: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """Find substitutes for `without` and send the head a Reroute."""
+
+    without: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Send GenerateCall to the head of the route just taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reroute:
+    """Send the new route to the head that stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class UseFallback:
+    """Plan the fallback model instead; nothing has been sent yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The call is over: release, settle, tell the client."""
+
+    outcome: Outcome
+    status: int = 200
+    code: str = ""
+    message: str = ""
+
+
+Effect = Place | Repair | Open | Reroute | UseFallback | End
+Step = tuple[State, tuple[Effect, ...]]
+
+
+def step(state: State, event: Event) -> Step:
+    """What an event does. After its end nothing changes a call any more."""
+    if state.ended:
+        return state, ()
+    match event:
+        case Queued():
+            return replace(state, phase="queued"), ()
+        case Placed():
+            return _placed(state, event)
+        case NoPlace():
+            return _no_place(state, event)
+        case Connected():
+            return replace(state, phase="connected"), ()
+        case PrefillBegan():
+            return replace(state, phase="prefill", opened=True), ()
+        case TokensCame():
+            return replace(state, phase="generating", opened=True, sent=True, repairing=False), ()
+        case NodeLost():
+            return _node_lost(state, event)
+        case HeadFailed():
+            return _head_failed(state, event)
+        case Refused():
+            return _end(state, End("failed", event.status, event.code, event.message))
+        case Finished():
+            return _end(state, End("complete"))
+        case Cancelled():
+            outcome: Outcome = "failed" if event.failed else "cancelled"
+            return _end(state, End(outcome, 499 if not event.failed else 504, event.code, event.message))
+
+
+def _end(state: State, end: End) -> Step:
+    return replace(state, phase=end.outcome), (end,)
+
+
+def _placed(state: State, event: Placed) -> Step:
+    epoch = state.epoch + 1 if state.nodes else 0
+    if event.same_head:
+        return replace(state, nodes=event.nodes, epoch=epoch), (Reroute(),)
+    phase: Phase = "route_selected"
+    return replace(state, phase=phase, nodes=event.nodes, epoch=epoch, opened=False), (Open(),)
+
+
+def _no_place(state: State, event: NoPlace) -> Step:
+    if (
+        not state.sent
+        and state.rules.fallback
+        and not state.degraded
+        and event.code in ("no_route", "route_lost")
+    ):
+        fresh = replace(state, degraded=True, excluded=frozenset(), phase="accepted", repairing=False)
+        return fresh, (UseFallback(),)
+    if state.repairing:
+        return _end(state, End("failed", 503, "route_lost", event.message))
+    return _end(state, End("failed", event.status, event.code, event.message))
+
+
+def _node_lost(state: State, event: NodeLost) -> Step:
+    if event.node_id == state.head or event.node_id not in state.nodes:
+        # The head speaks of itself, or of a route that is no longer this one: start over with another head.
+        return _head_failed(state, HeadFailed(event.code, event.message), blame=event.node_id == state.head)
+    state, too_many = _counted(state, event.node_id, event.code)
+    if too_many is not None:
+        return _end(state, too_many)
+    return state, (Repair(state.excluded),)
+
+
+def _head_failed(state: State, event: HeadFailed, *, blame: bool = True) -> Step:
+    state, too_many = _counted(state, state.head if blame else "", event.code)
+    if too_many is not None:
+        return _end(state, too_many)
+    return state, (Place(state.excluded),)
+
+
+def _counted(state: State, failed: str, code: str) -> tuple[State, End | None]:
+    """Another repair, if the call may have one. A busy node is passed over for this call as well."""
+    excluded = state.excluded | {failed} if failed else state.excluded
+    state = replace(state, excluded=excluded, reroutes=state.reroutes + 1, repairing=True)
+    if state.reroutes > state.rules.max_reroutes:
+        message = f"the call lost its route {state.reroutes} times (last: {code})"
+        return state, End("failed", 503, "route_lost", message)
+    return state, None
