@@ -49,6 +49,7 @@ from meshnet.tracker.books.records import (
     Settlement,
     Usage,
 )
+from meshnet.tracker.books.reports import Reports
 from meshnet.tracker.books.secret import new_secret
 from meshnet.tracker.books.storage import Storage, wall_clock
 from meshnet.tracker.books.trackers import BEAT_MS, Trackers
@@ -101,6 +102,7 @@ class Books:
         self.settings: Final = Settings(storage, self.watch, clock)
         self.joins: Final = Joins(storage, mesh, clock)
         self.trackers: Final = Trackers(storage, clock)
+        self.reports: Final = Reports(storage)
         self._limits = Limits()
         self._live: dict[str, _Live] = {}
         self._writer = Writer(storage, clock)
