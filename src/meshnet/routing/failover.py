@@ -85,7 +85,7 @@ def failover(
     if fallback_model is None:
         raise RoutingFailure(route.model, orphans, f"{names} failed")
     left = repair.left_over(fallback_model)
-    reason = f"{names} failed and layers {layer_text(orphans)} have no holder; plan {fallback_model!r} instead"
+    reason = f"{names} failed and layers {layer_text(orphans)} have no holder: plan {fallback_model!r}"
     return FailoverDecision(left, reason, degraded=True)
 
 
