@@ -6,6 +6,7 @@ Only headers are read, never tensor data. A split model is one model over severa
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -71,8 +72,9 @@ _MANIFEST_VERSION = 1
 class ModelFile:
     """A model as its GGUF file, or the parts of its split GGUF, describe it. Immutable; holds no open files.
 
-    `fingerprint` and `tensor_hashes` (name -> sha256 in hex) are known only where the model came from a
-    manifest that carried them; for a local file they are computed by `meshnet.models.fingerprint`.
+    `fingerprint` and `tensor_hashes` (name -> sha256 in hex) are known where the model came from a manifest
+    that carried them; for a local file they are computed by `meshnet.models.fingerprint`. Of a slice,
+    `fingerprint` is that of the whole model.
     """
 
     files: tuple[SourceFile, ...]
@@ -280,15 +282,10 @@ def _read_part(path: Path, file_index: int) -> tuple[SourceFile, Metadata, list[
 def _open(path: Path) -> ModelFile:
     if path.is_dir():
         raise ModelNotFound(f"{path}: a folder, not a file; give the .gguf file in it")
-    first_file, metadata, tensors = _read_part(path, 0)
-    count = metadata.integer("split.count") or 1
-    whole = ModelFile((first_file,), metadata, tuple(tensors))
-    model = whole if count == 1 else _open_split(path, count)
-    _check_model(str(path), model)
-    return model
-
-
-def _open_split(path: Path, count: int) -> ModelFile:
+    part = _read_part(path, 0)
+    count = part[1].integer("split.count") or 1
+    if count == 1:
+        return assemble(str(path), [part])
     split = _SPLIT_NAME.match(path.name)
     if not 1 < count <= MAX_PARTS or split is None or int(split["count"]) != count:
         raise MissingPart(
@@ -302,29 +299,34 @@ def _open_split(path: Path, count: int) -> ModelFile:
             f"{path}: {len(missing)} of {count} parts are missing: {', '.join(missing[:8])}; "
             f"put them into {path.parent}"
         )
-    files: list[SourceFile] = []
-    tensors: list[Tensor] = []
-    entries: dict[str, Entry] = {}
-    for index, each in enumerate(paths):
-        file, metadata, own = _read_part(each, index)
-        if (metadata.integer("split.no"), metadata.integer("split.count")) != (index, count):
+    return assemble(str(path), [_read_part(each, index) for index, each in enumerate(paths)])
+
+
+def assemble(label: str, parts: Sequence[tuple[SourceFile, Metadata, list[Tensor]]]) -> ModelFile:
+    """The model that the parsed headers of all its files make up; `label` names it in errors.
+
+    Raises MissingPart where they are not the parts of one model, BadGGUF where it is no usable model.
+    """
+    tensors = [tensor for _, _, own in parts for tensor in own]
+    entries = parts[0][1].entries()
+    for index, (file, metadata, _) in enumerate(parts):
+        stated = (metadata.integer("split.no") or 0, metadata.integer("split.count") or 1)
+        if stated != (index, len(parts)):
             raise MissingPart(
-                f"{each}: is not part {index + 1} of {count} by its own metadata; fetch this part again"
+                f"{file.name}: is part {stated[0] + 1} of {stated[1]} by its own metadata, "
+                f"not {index + 1} of {len(parts)}; fetch this part again"
             )
-        entries = entries or metadata.entries()
-        files.append(file)
-        tensors.extend(own)
-    claimed = Metadata(entries).integer("split.tensors.count")
-    if claimed is not None and claimed != len(tensors):
+    claimed = parts[0][1].integer("split.tensors.count")
+    if len(parts) > 1 and claimed is not None and claimed != len(tensors):
         raise MissingPart(
-            f"{path}: the parts hold {len(tensors)} tensors, {claimed} are announced; "
+            f"{label}: the parts hold {len(tensors)} tensors, {claimed} are announced; "
             "the parts belong to different models, fetch them again"
         )
-    return ModelFile(
-        tuple(files),
-        Metadata({key: entry for key, entry in entries.items() if not key.startswith("split.")}),
-        tuple(tensors),
-    )
+    whole = Metadata({key: entry for key, entry in entries.items() if not key.startswith("split.")})
+    shard_of = whole.text("meshnet.fingerprint") if "meshnet.first_layer" in whole else None
+    model = ModelFile(tuple(file for file, _, _ in parts), whole, tuple(tensors), shard_of or "")
+    _check_model(label, model)
+    return model
 
 
 def _check_model(label: str, model: ModelFile) -> None:

@@ -37,6 +37,7 @@ from meshnet.models.architecture import (
     sliding_layers,
 )
 from meshnet.models.errors import LayersOutside, ModelError, TruncatedGGUF, Uncuttable
+from meshnet.models.files import sync_folder
 from meshnet.models.gguf import ModelFile
 from meshnet.models.header import DEFAULT_ALIGNMENT, QUANT_SIZES, Tensor, tensor_bytes
 from meshnet.models.metadata import ARRAY, BOOL, STRING, UINT32, Entry, array_entry, encode_pair, scalar_entry
@@ -330,14 +331,3 @@ def _open_source(path: Path | None) -> BinaryIO:
     if path is None:
         raise ModelError("the model's file is not on this machine; fetch the shard from a node that has it")
     return path.open("rb")
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a rename in `folder` last through a power cut, where the platform can."""
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
