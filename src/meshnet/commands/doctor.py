@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from meshnet.doctor import examine
-from meshnet.models.store import default_cache
+from meshnet.models.store import default_root
 
 MARKS = {"ok": "[green]ok  [/green]", "warn": "[yellow]warn[/yellow]", "fail": "[red]FAIL[/red]"}
 
@@ -23,7 +23,7 @@ def doctor(
     """Check the engine, CPU, memory, disk, ports and the way to a tracker; exit code 1 when one fails."""
     console = Console(highlight=False, soft_wrap=True)
     failed = False
-    for finding in examine(cache=default_cache(), tracker=tracker):
+    for finding in examine(cache=default_root(), tracker=tracker):
         failed |= finding.state == "fail"
         if as_json:
             sys.stdout.write(json.dumps(asdict(finding)) + "\n")
