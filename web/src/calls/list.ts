@@ -1,0 +1,40 @@
+// Which calls stand where on the wall.
+
+import { ENDED, type Call } from '../api/types';
+
+export interface CallFilter {
+  text: string;
+  outcome: '' | 'complete' | 'cancelled' | 'failed' | 'rerouted';
+  model: string;
+  key: string;
+}
+
+export const NO_FILTER: CallFilter = { text: '', outcome: '', model: '', key: '' };
+
+/** Calls in flight, the oldest first, so that rows do not move while they are read. */
+export function inFlight(calls: Iterable<Call>): Call[] {
+  return [...calls]
+    .filter((call) => !ENDED.has(call.phase))
+    .sort((a, b) => a.accepted_ms - b.accepted_ms || (a.id < b.id ? -1 : 1));
+}
+
+/** Ended calls that the filter lets through, the last ended first. */
+export function ended(calls: Iterable<Call>, filter: CallFilter): Call[] {
+  const text = filter.text.trim().toLowerCase();
+  return [...calls]
+    .filter((call) => {
+      if (!ENDED.has(call.phase)) return false;
+      if (filter.model !== '' && call.model !== filter.model) return false;
+      if (filter.key !== '' && call.key !== filter.key) return false;
+      if (filter.outcome === 'rerouted' ? !call.reroutes : filter.outcome !== '' && call.phase !== filter.outcome) return false;
+      if (text === '') return true;
+      const stages = call.stages.map((stage) => `${stage.name ?? ''} ${stage.node_id}`).join(' ');
+      const said = `${call.id} ${call.request_id ?? ''} ${call.model} ${call.key ?? ''} ${stages} ${call.error?.message ?? ''} ${call.error?.code ?? ''}`;
+      return said.toLowerCase().includes(text);
+    })
+    .sort((a, b) => (b.ended_ms ?? 0) - (a.ended_ms ?? 0) || (a.id < b.id ? 1 : -1));
+}
+
+export function distinct(values: Iterable<string | undefined>): string[] {
+  return [...new Set([...values].filter((value): value is string => value !== undefined && value !== ''))].sort();
+}
