@@ -200,6 +200,10 @@ class Engine(Protocol):
     def fork(self, source: int, target: int, sampling: SamplingParams | None = None) -> None:
         """Makes `target` an independent copy of `source` (same entry, exit and position)."""
 
+    def resample(self, slot: int, sampling: SamplingParams) -> None:
+        """Gives a slot that ends at the model's last layer a fresh sampler, and keeps its state: the next
+        call goes on from a prefix that an earlier one left."""
+
     def close(self, slot: int) -> None:
         """Frees the slot. Closing a closed slot is no error."""
 

@@ -277,6 +277,14 @@ class LlamaEngine:
             origin.entry, origin.exit, origin.position, sampler, origin.rows_before, list(origin.checkpoints)
         )
 
+    def resample(self, slot: int, sampling: SamplingParams) -> None:
+        state = self._slot(slot)
+        if state.sampler is None:
+            raise EngineError(f"slot {slot} does not sample here")
+        fresh = self._sampler(sampling)
+        state.sampler.close()
+        state.sampler = fresh
+
     def close(self, slot: int) -> None:
         state = self._slots.pop(slot, None)
         if state is None:

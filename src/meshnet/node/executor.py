@@ -1,0 +1,297 @@
+"""The engine thread: runs what `batching` decides, one batch at a time, for all shards of a node.
+
+Everything that touches an engine happens on this one thread. The event loop hands over work and gets
+outcomes back by callback; between two batches the thread runs the control calls (open, fork, close, load)
+that wait. Several shards share the thread because they share the cores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from meshnet.engine.base import Engine, EngineError, Hidden, Step, StepResult, Tokens
+from meshnet.node.batching import (
+    Arrived,
+    Batch,
+    Costs,
+    Event,
+    Finished,
+    Item,
+    Lane,
+    Measured,
+    Pipeline,
+    Policy,
+    Removed,
+    State,
+    apply,
+    choose,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Work:
+    """One step of one session: what to run, and whose it is. `context` comes back with the outcome."""
+
+    engine: Engine
+    lane: Lane
+    session: int
+    slot: int
+    key: str
+    stages: int
+    position: int
+    prefill: bool
+    tokens: Tokens | None = None
+    hidden: Hidden | None = None
+    sample: int = 0
+    context: Any = None
+    arrived: float = field(default_factory=time.monotonic)
+
+    @property
+    def rows(self) -> int:
+        rows = self.tokens if self.tokens is not None else self.hidden
+        return 0 if rows is None else int(rows.shape[0])
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one work. Exactly one of `result` and `error` is set."""
+
+    work: Work
+    result: StepResult | None
+    error: str
+    compute_ms: float
+    """Of the engine call that ran it, whole."""
+    queue_ms: float
+    batch: int
+    """Steps in that call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A snapshot for heartbeats."""
+
+    waiting: int
+    oldest_ms: float
+    """Age of the oldest step that waits or runs; 0 without one."""
+    steps: int
+    """Completed since boot."""
+    queue_ms: float
+    """Estimated time until a new decode step would start."""
+
+
+class Executor:
+    """Owns the engine thread. All methods are for the event loop's thread."""
+
+    def __init__(self, deliver: Callable[[list[Outcome]], None], policy: Policy = Policy()) -> None:  # noqa: B008
+        self._deliver = deliver
+        self._policy = policy
+        self._inbox: queue.SimpleQueue[Callable[[], Event | None] | None] = queue.SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._state = State()
+        self._works: dict[int, Work] = {}
+        self._number = 0
+        self._steps = 0
+        self._running_since: float | None = None
+        self._ended = False
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread after what it runs now; what waits is dropped."""
+        self._ended = True
+        self._inbox.put(None)
+
+    def join(self, timeout: float) -> bool:
+        """Waits for the thread's end; False when it is still in the engine."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def submit(self, works: Sequence[Work]) -> None:
+        """Queues steps. Those of one call may run as one batch; each session's run in this order."""
+        self._inbox.put(lambda: self._arrive(works))
+
+    def remove(self, sessions: Iterable[int]) -> None:
+        """Drops what waits of these sessions; no outcome comes for it."""
+        gone = frozenset(sessions)
+        self._inbox.put(lambda: self._remove(gone))
+
+    def seed(self, lane: Lane, costs: Costs) -> None:
+        """What the self-test said of a lane."""
+        self._inbox.put(lambda: Measured(lane, costs=costs))
+
+    def observe(self, lane: Lane, pipeline: Pipeline) -> None:
+        """What results said of the other stages of a lane's routes."""
+        self._inbox.put(lambda: Measured(lane, pipeline=pipeline))
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Runs `function` on the engine thread between two batches, after what was submitted before was
+        queued; raises what it raises."""
+        future: asyncio.Future[T] = self._loop.create_future()
+
+        def run() -> None:
+            try:
+                value = function()
+            except BaseException as error:
+                self._post(_fail, future, error)
+            else:
+                self._post(_succeed, future, value)
+
+        self._inbox.put(run)
+        return await future
+
+    def post(self, function: Callable[[], object]) -> None:
+        """Like `call` for what cannot fail and nobody waits for."""
+
+        def run() -> None:
+            with contextlib.suppress(EngineError):
+                function()
+
+        self._inbox.put(run)
+
+    def load(self) -> Load:
+        """Reads without a lock: figures for people and planners, each consistent by itself."""
+        state, since, now = self._state, self._running_since, time.monotonic()
+        ages = [now - item.arrived for item in state.waiting[:1]]
+        if state.running is not None and since is not None:
+            ages += [now - item.arrived for item in state.running.items]
+        wait_ms = 0.0
+        if state.running is not None and since is not None:
+            wait_ms = max(_expected_ms(state, state.running) - (now - since) * 1000, 0.0)
+        chunk = next((item for item in state.waiting if item.prefill), None)
+        if chunk is not None:
+            wait_ms += state.costs.get(chunk.lane, Costs()).row_ms * chunk.rows
+        return Load(len(state.waiting), max(ages, default=0.0) * 1000, self._steps, wait_ms)
+
+    def costs(self, lane: Lane) -> Costs | None:
+        """As measured and moved so far."""
+        return self._state.costs.get(lane)
+
+    # ---------------------------------------------------------------- engine thread
+
+    def _post(self, function: Callable[..., object], *arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _arrive(self, works: Sequence[Work]) -> Arrived:
+        items = []
+        for work in works:
+            self._number += 1
+            self._works[self._number] = work
+            items.append(
+                Item(
+                    number=self._number,
+                    lane=work.lane,
+                    session=work.session,
+                    slot=work.slot,
+                    key=work.key,
+                    rows=work.rows,
+                    prefill=work.prefill,
+                    stages=work.stages,
+                    arrived=work.arrived,
+                )
+            )
+        return Arrived(tuple(items))
+
+    def _remove(self, gone: frozenset[int]) -> Removed:
+        for item in self._state.waiting:
+            if item.session in gone:
+                self._works.pop(item.number, None)
+        return Removed(gone)
+
+    def _run(self) -> None:
+        while True:
+            block = not self._state.waiting
+            while (message := self._next(block)) is not _NOTHING:
+                if message is None:
+                    return
+                event = message()
+                if event is not None:
+                    self._state = apply(self._state, event, time.monotonic())
+                block = False
+            self._state, batch = choose(self._state, time.monotonic(), self._policy)
+            if batch is not None:
+                self._execute(batch)
+
+    def _next(self, block: bool) -> Callable[[], Event | None] | None:
+        try:
+            return self._inbox.get(block)
+        except queue.Empty:
+            return _NOTHING
+
+    def _execute(self, batch: Batch) -> None:
+        works = [self._works.pop(item.number) for item in batch.items]
+        started = time.monotonic()
+        self._running_since = started
+        outcomes = _compute(works)
+        ended = time.monotonic()
+        self._running_since = None
+        self._steps += len(works)
+        ms = (ended - started) * 1000
+        for outcome in outcomes:
+            outcome.compute_ms = ms
+            outcome.queue_ms = (started - outcome.work.arrived) * 1000
+        clean = all(not outcome.error for outcome in outcomes)
+        self._post(self._deliver, outcomes)
+        self._state = apply(self._state, Finished(ms if clean else None), ended)
+
+
+def _nothing() -> Event | None:
+    return None
+
+
+_NOTHING = _nothing
+"""Stands for an empty inbox."""
+
+
+def _compute(works: list[Work]) -> list[Outcome]:
+    """One engine call. Where the engine refuses it, each step runs alone, so that only the culprit fails."""
+    try:
+        for work in works:
+            _rewind(work)
+        results = works[0].engine.run([_step(work) for work in works])
+    except EngineError as error:
+        if len(works) == 1:
+            return [Outcome(works[0], None, str(error), 0.0, 0.0, 1)]
+        return [outcome for work in works for outcome in _compute([work])]
+    return [
+        Outcome(work, result, "", 0.0, 0.0, len(works)) for work, result in zip(works, results, strict=True)
+    ]
+
+
+def _rewind(work: Work) -> None:
+    """Takes the slot back to where the step begins, where it holds more."""
+    engine = work.engine
+    if work.position < engine.position(work.slot):
+        reached = engine.rollback(work.slot, work.position)
+        if reached != work.position:
+            raise EngineError(f"this model cannot go back to position {work.position}, only to {reached}")
+
+
+def _step(work: Work) -> Step:
+    return Step(work.slot, work.position, work.tokens, work.hidden, work.sample)
+
+
+def _expected_ms(state: State, batch: Batch) -> float:
+    costs = state.costs.get(batch.items[0].lane, Costs())
+    return costs.row_ms * batch.rows if batch.prefill else costs.decode_ms(len(batch.items))
+
+
+def _succeed(future: asyncio.Future[Any], value: object) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

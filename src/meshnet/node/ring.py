@@ -1,0 +1,87 @@
+"""The hidden states a node has sent, kept so that a lost stage can be rebuilt without its predecessors.
+
+One ring per node, bounded in bytes: what was sent longest ago goes first, whichever session it belongs to.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+
+from meshnet.engine.base import Hidden
+
+DEFAULT_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One step's output as it was computed: its rows at `position`.., what to sample after, its tokens."""
+
+    position: int
+    hidden: Hidden
+    sample: int
+    prefill: bool
+    tokens: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.position + int(self.hidden.shape[0])
+
+
+class SentRing:
+    """By session number, contiguous runs of kept steps, oldest first."""
+
+    def __init__(self, limit: int = DEFAULT_BYTES) -> None:
+        self.limit = limit
+        self.bytes = 0
+        self._runs: dict[int, deque[Kept]] = {}
+        self._order: OrderedDict[tuple[int, int], None] = OrderedDict()
+        """(session, end of the step) by time of sending."""
+
+    def add(self, session: int, kept: Kept) -> None:
+        """Keeps a step; what the session held from its position on is replaced."""
+        self.truncate(session, kept.position)
+        run = self._runs.setdefault(session, deque())
+        if run and run[-1].end != kept.position:
+            self.drop(session)
+            run = self._runs.setdefault(session, deque())
+        run.append(kept)
+        self._order[session, kept.end] = None
+        self.bytes += kept.hidden.nbytes
+        while self.bytes > self.limit and self._order:
+            (owner, _), _ = self._order.popitem(last=False)
+            oldest = self._runs[owner]
+            self.bytes -= oldest.popleft().hidden.nbytes
+            if not oldest:
+                del self._runs[owner]
+
+    def covers(self, session: int, first: int, end: int) -> bool:
+        """Whether positions first..end-1 are all here, and a kept step begins at `first`."""
+        run = self._runs.get(session)
+        return run is not None and run[-1].end >= end and any(kept.position == first for kept in run)
+
+    def since(self, session: int, first: int) -> list[Kept]:
+        """The steps from position `first` on, in order."""
+        return [kept for kept in self._runs.get(session, ()) if kept.position >= first]
+
+    def truncate(self, session: int, position: int) -> None:
+        """Forgets what reaches beyond `position`."""
+        run = self._runs.get(session)
+        while run and run[-1].end > position:
+            gone = run.pop()
+            self.bytes -= gone.hidden.nbytes
+            del self._order[session, gone.end]
+        if run is not None and not run:
+            del self._runs[session]
+
+    def share(self, source: int, target: int, end: int) -> None:
+        """Lets a fork keep what its source sent below `end`; the bytes count once more."""
+        for kept in list(self._runs.get(source, ())):
+            if kept.end <= end:
+                self.add(target, kept)
+
+    def drop(self, session: int) -> None:
+        """Forgets a session."""
+        for kept in self._runs.pop(session, ()):
+            self.bytes -= kept.hidden.nbytes
+            del self._order[session, kept.end]
