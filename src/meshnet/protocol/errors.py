@@ -36,3 +36,12 @@ class ApiError(Exception):
 def error_body(message: str, type: str, code: str, param: str | None = None) -> bytes:
     """The body of an error answer, and the data of an error event in a stream."""
     return _encode({"error": {"message": message, "type": type, "code": code, "param": param}})
+
+
+class SchemaError(ValueError):
+    """A JSON schema that no grammar holds. `path`: JSON pointer; `keyword`: empty where none is at fault."""
+
+    def __init__(self, message: str, path: str, keyword: str = "") -> None:
+        super().__init__(message)
+        self.path = path
+        self.keyword = keyword
