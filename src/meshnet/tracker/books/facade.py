@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +22,8 @@ from sqlalchemy import Connection, select
 
 from meshnet.tracker.books import schema
 from meshnet.tracker.books.accounts import Accounts, insert_account
+from meshnet.tracker.books.cases import Cases
+from meshnet.tracker.books.guard import Admit, Case, CaseEffect, CaseEvent, Exclude
 from meshnet.tracker.books.keys import Keys, insert_key
 from meshnet.tracker.books.ledger import (
     Call,
@@ -51,8 +54,10 @@ from meshnet.tracker.books.records import (
 )
 from meshnet.tracker.books.reports import Reports
 from meshnet.tracker.books.secret import new_secret
+from meshnet.tracker.books.statistics import CallSample, Statistics
 from meshnet.tracker.books.storage import Storage, wall_clock
 from meshnet.tracker.books.trackers import BEAT_MS, Trackers
+from meshnet.tracker.books.trust import Trust
 from meshnet.tracker.books.watch import POLL_MS, Watch
 from meshnet.tracker.books.writer import Writer
 
@@ -61,6 +66,8 @@ MESH_SHARE: Final = "mesh_share"
 MAX_LIVE: Final = 100_000
 MAX_PARKED: Final = 10_000
 SAVE_MS: Final = 30_000
+EVENTS_MS: Final = 24 * 3_600_000
+"""How far back a tracker that starts reads the guard's events; older marks have faded."""
 FIRST_ACCOUNT: Final = "home"
 
 log = structlog.get_logger("meshnet.books")
@@ -103,11 +110,15 @@ class Books:
         self.joins: Final = Joins(storage, mesh, clock)
         self.trackers: Final = Trackers(storage, clock)
         self.reports: Final = Reports(storage)
+        self.statistics: Final = Statistics()
+        self.trust: Final = Trust()
+        self.cases: Final = Cases(storage, self.settings, self, clock)
         self._limits = Limits()
         self._live: dict[str, _Live] = {}
         self._writer = Writer(storage, clock)
         self._housekeeping: asyncio.Task[None] | None = None
         self._parked: deque[Command] = deque()
+        self._last_event = 0
         self._info: dict[str, Any] | None = None
 
     @classmethod
@@ -166,6 +177,7 @@ class Books:
                 await self._housekeeping
             self._housekeeping = None
         try:
+            await self._try_parked()
             await self._writer.close()
             await self.keys.save_last_used()
             await self.trackers.end()
@@ -351,6 +363,39 @@ class Books:
             log.info("reservations of lost trackers released", calls=released, trackers=lost)
         return released
 
+    def record(self, sample: CallSample) -> str | None:
+        """Takes a finished call into the statistics; returns why its samples do not count, if so."""
+        reason = self.statistics.record(sample)
+        if reason is None:
+            self.trust.mark({stage.node_id for stage in sample.stages}, "good", sample.at)
+        return reason
+
+    async def advance(self, call_id: str, event: CaseEvent) -> Case:
+        """Takes a suspect or audited call one step further: its money, its samples and its nodes' trust."""
+        self._apply(await self.cases.advance(call_id, event))
+        await self._read_events()
+        return await self.cases.get(call_id)
+
+    def _apply(self, effects: Iterable[CaseEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case Exclude(call_id, reason):
+                    self.statistics.exclude(call_id, reason)
+                case Admit(call_id):
+                    self.statistics.admit(call_id)
+                case _:
+                    pass
+
+    async def _read_events(self) -> None:
+        """Marks nodes as the events say, other trackers' and those of before a restart included."""
+        since = self.clock() - EVENTS_MS
+        while events := await self.cases.events(since=since, after=self._last_event):
+            for event in events:
+                # Checked again after the wait: two that read at once must not both take an event.
+                if event.id > self._last_event:
+                    self._last_event = event.id
+                    self.trust.apply(event)
+
     def publish(self, info: dict[str, Any]) -> None:
         """Sets what this tracker's next beat tells its peers (JSON, at most 1 MiB)."""
         self._info = info
@@ -408,9 +453,12 @@ class Books:
                     await self.trackers.beat(info)
                     await self.recover(now)
                     await self._try_parked()
+                    await self._read_events()
                 if not 0 <= now - saved < SAVE_MS:
                     saved = now
                     await self.keys.save_last_used()
+                    for effects in (await self.cases.expire(now)).values():
+                        self._apply(effects)
                 healthy = True
             except Exception as error:
                 if healthy:
@@ -420,8 +468,14 @@ class Books:
 
     async def _try_parked(self) -> None:
         while self._parked:
-            await self._writer.submit(self._parked[0])
-            self._parked.popleft()
+            command = self._parked.popleft()
+            try:
+                await self._writer.submit(command)
+            except BooksUnavailable:
+                self._parked.appendleft(command)
+                return
+            except Exception as error:
+                log.error("books command lost", command=type(command).__name__, error=str(error))
 
 
 def _not_allowed(key: KeyInfo, model: str, now: int) -> Refusal | None:

@@ -221,9 +221,16 @@ suspects = Table(
     Column("route", Text, nullable=False),
     Column("cause", Text, nullable=False),
     Column("reason", Text, nullable=False),
-    Column("state", Text, nullable=False, index=True),
+    Column("state", Text, nullable=False),
+    Column("attempts", Integer, nullable=False),
     Column("opened_at", BigInteger, nullable=False),
     Column("closed_at", BigInteger),
+    Index(
+        "ix_suspects_unclosed",
+        "opened_at",
+        sqlite_where=text("closed_at IS NULL"),
+        postgresql_where=text("closed_at IS NULL"),
+    ),
 )
 
 checks = Table(
@@ -234,7 +241,7 @@ checks = Table(
     Column("cause", Text, nullable=False),
     Column("route", Text, nullable=False),
     Column("verdict", Text, nullable=False),
-    Column("worst_gap", Text),
+    Column("worst_gap", Text, nullable=False),
     Column("detail", Text, nullable=False),
     Column("at", BigInteger, nullable=False),
     sqlite_autoincrement=True,

@@ -21,9 +21,14 @@ def upgrade() -> None:
         sa.Column("route", sa.Text, nullable=False),
         sa.Column("cause", sa.Text, nullable=False),
         sa.Column("reason", sa.Text, nullable=False),
-        sa.Column("state", sa.Text, nullable=False, index=True),
+        sa.Column("state", sa.Text, nullable=False),
+        sa.Column("attempts", sa.Integer, nullable=False),
         sa.Column("opened_at", sa.BigInteger, nullable=False),
         sa.Column("closed_at", sa.BigInteger),
+    )
+    unclosed = sa.text("closed_at IS NULL")
+    op.create_index(
+        "ix_suspects_unclosed", "suspects", ["opened_at"], sqlite_where=unclosed, postgresql_where=unclosed
     )
     op.create_table(
         "checks",
@@ -32,7 +37,7 @@ def upgrade() -> None:
         sa.Column("cause", sa.Text, nullable=False),
         sa.Column("route", sa.Text, nullable=False),
         sa.Column("verdict", sa.Text, nullable=False),
-        sa.Column("worst_gap", sa.Text),
+        sa.Column("worst_gap", sa.Text, nullable=False),
         sa.Column("detail", sa.Text, nullable=False),
         sa.Column("at", sa.BigInteger, nullable=False),
         sqlite_autoincrement=True,
