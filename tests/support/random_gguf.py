@@ -107,8 +107,10 @@ class Shape:
 
 
 class _Writer:
-    def __init__(self, path: Path, arch: str, shape: Shape, quant: str, seed: int) -> None:
-        self.out = gguf.GGUFWriter(path, arch)
+    def __init__(
+        self, path: Path, arch: str, shape: Shape, quant: str, seed: int, split_tensors: int
+    ) -> None:
+        self.out = gguf.GGUFWriter(path, arch, split_max_tensors=split_tensors)
         self.arch = arch
         self.shape = shape
         self.quant = quant
@@ -356,6 +358,7 @@ def _metadata(w: _Writer) -> None:
         w.key("ssm.time_step_rank", s.n_head)
         w.key("ssm.inner_size", s.n_head * s.head)
     if w.arch in ("qwen35", "qwen35moe"):
+        # 4 of them, like the layers of a short model: they must not be taken for one per layer
         w.key("rope.dimension_sections", [6, 5, 5, 0])
     if w.arch == "gemma3":
         w.key("attention.sliding_window", SLIDING_WINDOW)
@@ -390,12 +393,14 @@ def write_random_model(
     seed: int = 0,
     tied: bool | None = None,
     prediction_layers: int = 0,
+    split_tensors: int = 0,
     extra: dict[str, Any] | None = None,
 ) -> Path:
     """Write a random model of `arch` (one of CUTTABLE, or UNCUTTABLE) to `path`; returns `path`.
 
     `extra` adds metadata under the architecture's name; `prediction_layers` appends next-token-prediction
-    blocks (qwen35, qwen35moe). The same arguments give the same bytes. Control tokens have small output
+    blocks (qwen35, qwen35moe); with `split_tensors` the model is written in parts of so many tensors, and the
+    first part's path is returned. The same arguments give the same bytes. Control tokens have small output
     rows, so that greedy decoding does not end by itself.
     """
     wide = quant == "q4_k"
@@ -409,7 +414,7 @@ def write_random_model(
         n_prediction=prediction_layers,
         extra=extra or {},
     )
-    w = _Writer(path, arch, shape, quant, seed)
+    w = _Writer(path, arch, shape, quant, seed, split_tensors)
     _metadata(w)
     w.out.add_file_type(
         {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q4_k": 14}[quant]
@@ -423,6 +428,11 @@ def write_random_model(
     std = 0.4 / float(np.sqrt(shape.n_embd)) if arch == "gemma3" else 1.0
     embedding = np.float32(std) * w.random.standard_normal((n_vocab, shape.n_embd), dtype=np.float32)
     w.put("token_embd.weight", embedding * scale if shape.tied else embedding, quant_of_rows)
+    if arch == "llama":
+        w.put("rope_freqs.weight", np.linspace(1, 8, shape.head // 2, dtype=np.float32))
+    if arch == "phi3":
+        for kind in ("long", "short"):
+            w.put(f"rope_factors_{kind}.weight", 1 + w.random.random(shape.head // 2, dtype=np.float32))
     for layer in range(shape.n_layers + prediction_layers):
         _LAYERS[arch](w, f"blk.{layer}", layer)
     w.norm("output_norm", shape.n_embd, 1.0 if not shape.tied else 4.0)
@@ -433,7 +443,7 @@ def write_random_model(
     w.out.write_kv_data_to_file()
     w.out.write_tensors_to_file()
     w.out.close()
-    return path
+    return next(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if split_tensors else path
 
 
 def random_model(folder: Path, arch: str, **options: Any) -> Path:

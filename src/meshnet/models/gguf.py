@@ -15,7 +15,7 @@ from typing import Any
 import gguf.constants as ggml
 import msgspec
 
-from meshnet.models.errors import BadGGUF, MissingPart, ModelError, ModelNotFound
+from meshnet.models.errors import BadGGUF, MissingPart, ModelError, ModelNotFound, TruncatedGGUF
 from meshnet.models.header import (
     MAX_HEADER_BYTES,
     TYPE_NAMES,
@@ -236,7 +236,10 @@ class ModelFile:
         entries: dict[str, Entry] = {}
         for key, kind, raw in manifest.metadata:
             cursor = Cursor("model manifest", len(raw), partial(_bytes_at, raw))
-            entry = read_value(cursor, key, kind)
+            try:
+                entry = read_value(cursor, key, kind)
+            except TruncatedGGUF as error:
+                raise BadGGUF(f"model manifest: {key} is shorter than it says; ask for it again") from error
             if cursor.at != len(raw):
                 raise BadGGUF(f"model manifest: {key} is longer than it says; ask for it again")
             entries[key] = entry
