@@ -406,7 +406,7 @@ def _tools(wire: ChatBody, limits: Limits) -> tuple[tuple[FunctionTool, ...], st
         if function.name in names:
             raise refused(f"tools[{index}].function.name", f"two functions are named '{function.name}'")
         names.add(function.name)
-        if function.parameters:
+        if function.strict and function.parameters is not None:
             check_schema(function.parameters, param=f"tools[{index}].function.parameters")
         tools.append(
             FunctionTool(
