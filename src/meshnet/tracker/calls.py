@@ -1,7 +1,7 @@
 """A call's life as a state machine: (state, event) -> (state, effects). No sockets, no clock.
 
-What streams (tokens, prefill progress) does not pass through here; what changes a call's phase, its route or its
-fate does. The orchestrator carries the effects out and reports back with further events.
+What streams (tokens, prefill progress) does not pass through here; what changes a call's phase, its route or
+its fate does. The orchestrator carries the effects out and reports back with further events.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Phase = Literal[
 Outcome = Literal["complete", "cancelled", "failed"]
 ENDED: frozenset[Phase] = frozenset({"complete", "cancelled", "failed"})
 BUSY_CODES = frozenset({"no_slots", "no_room", "busy", "draining", "loading"})
-"""A node's refusals that say nothing against the node: another one, or the same one later, may take the call."""
+"""A node's refusals that say nothing against it: another node, or the same later, may take the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,9 @@ class PrefillBegan:
 
 @dataclass(frozen=True, slots=True)
 class TokensCame:
-    """The first tokens of an attempt; `sent` when something of them has gone to the client."""
+    """The first tokens of an attempt, or after a repair; `sent` when the client sees them."""
+
+    sent: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +212,8 @@ def step(state: State, event: Event) -> Step:
         case PrefillBegan():
             return replace(state, phase="prefill", opened=True), ()
         case TokensCame():
-            return replace(state, phase="generating", opened=True, sent=True, repairing=False), ()
+            sent = state.sent or event.sent
+            return replace(state, phase="generating", opened=True, sent=sent, repairing=False), ()
         case NodeLost():
             return _node_lost(state, event)
         case HeadFailed():

@@ -59,18 +59,22 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A call in the queue. `cost` is its expected work in tokens; `start` its virtual start."""
+    """A call in the queue. `cost` is its expected work in tokens; `start` its virtual start.
+
+    `urgent` calls, which run already and lost their route, come before all others and count for no turn.
+    """
 
     call_id: str
     key: str
     model: str
     cost: float
+    urgent: bool = False
     start: float = 0.0
     number: int = 0
 
     @property
-    def turn(self) -> tuple[float, int]:
-        return self.start, self.number
+    def turn(self) -> tuple[bool, float, int]:
+        return not self.urgent, self.start, self.number
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +178,7 @@ def release(state: State, call_id: str) -> State:
 
 def enqueue(state: State, call: Waiting) -> tuple[State, QueueFull | None]:
     """Puts a call in its model's queue, also one that gets room at once: that keeps turns fair."""
-    total = sum(len(line.waiting) for line in state.lines.values())
+    total = 0 if call.urgent else sum(len(line.waiting) for line in state.lines.values())
     if total >= state.limit:
         return state, QueueFull(total, "all")
     mine = sum(w.key == call.key for line in state.lines.values() for w in line.waiting) if total else 0
@@ -184,10 +188,11 @@ def enqueue(state: State, call: Waiting) -> tuple[State, QueueFull | None]:
     start = max(line.now, line.finish.get(call.key, 0.0))
     placed = replace(call, start=start, number=state.numbers)
     waiting = tuple(sorted((*line.waiting, placed), key=lambda item: item.turn))
-    finish = frozen({**line.finish, call.key: start + max(call.cost, 1.0)})
-    return _with_line(
-        replace(state, numbers=state.numbers + 1), call.model, Line(waiting, line.now, finish)
-    ), None
+    finish = line.finish
+    if not call.urgent:
+        finish = frozen({**finish, call.key: start + max(call.cost, 1.0)})
+    state = replace(state, numbers=state.numbers + 1)
+    return _with_line(state, call.model, Line(waiting, line.now, finish)), None
 
 
 def head(state: State, model: str) -> Waiting | None:
@@ -204,7 +209,7 @@ def grant(state: State, call_id: str, needs: Needs) -> tuple[State, NoRoom | Non
     for model, line in state.lines.items():
         for call in line.waiting:
             if call.call_id == call_id:
-                now = max(line.now, call.start)
+                now = line.now if call.urgent else max(line.now, call.start)
                 after = _with_line(after, model, replace(_without(line, call_id), now=now))
                 return after, None
     return after, None

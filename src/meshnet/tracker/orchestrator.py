@@ -1,0 +1,273 @@
+"""Accepts calls and runs them: books, tickets, routes, settlement."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from meshnet.protocol.calls import GenerateCall
+from meshnet.protocol.errors import ApiError
+from meshnet.protocol.openai import ChatRequest, CompletionRequest, check_tools
+from meshnet.protocol.tickets import Ticket, sign_ticket
+from meshnet.routing import Stage
+from meshnet.tracker import calls
+from meshnet.tracker.books.facade import Books
+from meshnet.tracker.books.records import BooksError, BooksUnavailable, KeyInfo, Refusal, Usage, Work
+from meshnet.tracker.catalogue import Model
+from meshnet.tracker.heads import HeadError, Heads
+from meshnet.tracker.live import LiveCall
+from meshnet.tracker.placement import Chosen, Placement
+from meshnet.tracker.planning import View, route_stages
+from meshnet.tracker.recorder import Recorder
+from meshnet.tracker.roster import Roster
+from meshnet.tracker.running import Order, Result, Run
+from meshnet.tracker.settings import TrackerSettings
+from meshnet.tracker.shelf import Shelf
+from meshnet.tracker.sinks import Sink
+
+DEFAULT_MAX_TOKENS = 1_024
+TICKET_MS = 600_000
+BYTES_PER_TOKEN = 3
+"""A cautious guess, for planning only; what is charged is counted."""
+
+log = structlog.get_logger("meshnet.calls")
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A call that may run; `run.go()` runs it."""
+
+    run: Run
+    model: Model
+
+
+class Orchestrator:
+    """The surroundings of every running call."""
+
+    def __init__(
+        self,
+        settings: TrackerSettings,
+        books: Books,
+        roster: Roster,
+        shelf: Shelf,
+        placement: Placement,
+        heads: Heads,
+        recorder: Recorder,
+    ) -> None:
+        self.settings = settings
+        self.books = books
+        self.roster = roster
+        self.shelf = shelf
+        self.placement = placement
+        self.heads = heads
+        self.recorder = recorder
+        self._key = Ed25519PrivateKey.from_private_bytes(books.mesh.signing_secret)
+        self._runs: dict[str, Run] = {}
+        roster.on_gone(self._node_gone)
+
+    @property
+    def ticket_public_key(self) -> bytes:
+        return self._key.public_key().public_bytes_raw()
+
+    # ------------------------------------------------------------ accepting
+
+    async def accept(
+        self,
+        key: KeyInfo,
+        request: ChatRequest | CompletionRequest,
+        request_id: str,
+        make_sink: Callable[[str, Model], Sink],
+        forced: tuple[str, ...] = (),
+    ) -> Accepted:
+        """Checks, reserves in the books and registers a call. Raises ApiError before any work."""
+        model = self.model_for(key, request.model)
+        kind = "chat" if isinstance(request, ChatRequest) else "completion"
+        if isinstance(request, ChatRequest):
+            check_tools(request, model.card.tools)
+        call_id = f"call-{secrets.token_hex(12)}"
+        seed = request.seed if request.seed is not None else secrets.randbits(63)
+        prefix_key = f"account-{key.account_id}"
+        plain = request.to_request()
+        prompt_tokens = min(estimate_tokens(request), model.n_ctx)
+        # An estimate must not cut short what the context would have room for: the head counts and stops there.
+        max_tokens = _max_tokens(request.max_tokens, model.n_ctx)
+        now_ms = self.books.clock()
+        if not (await self.books.prices.current()).at(model.model_id, now_ms).free:
+            prompt_tokens = await self._count_prompt(call_id, kind, model, plain, seed, prefix_key)
+            max_tokens = _max_tokens(request.max_tokens, model.n_ctx - prompt_tokens)
+        try:
+            reserved = await self.books.reserve(
+                call_id, key, model.model_id, prompt_tokens, request.n * max_tokens, now_ms
+            )
+        except BooksUnavailable as error:
+            raise ApiError(
+                503, error.message, type="server_error", code=error.code, retry_after=error.retry_after
+            ) from error
+        if isinstance(reserved, Refusal):
+            self.recorder.metrics.refused.labels(reserved.code).inc()
+            raise as_api_error(reserved)
+        fallback = self.settings.fallback_models.get(model.model_id)
+        order = Order(
+            call_id=call_id,
+            kind=kind,
+            model=model.model_id,
+            key=str(key.id),
+            request=plain,
+            n=request.n,
+            seed=seed,
+            max_tokens=max_tokens,
+            prompt_tokens=prompt_tokens,
+            prefix_key=prefix_key,
+            forced=forced,
+            fallback=fallback,
+        )
+        live = LiveCall(
+            call_id=call_id,
+            request_id=request_id,
+            model=model.model_id,
+            key=key.name,
+            key_id=key.id,
+            kind=kind,
+            stream=request.stream,
+            accepted_ms=now_ms,
+            accepted_at=time.monotonic(),
+        )
+        rules = calls.Rules(self.settings.max_reroutes, fallback is not None)
+        run = Run(self, order, live, make_sink(call_id, model), calls.State(rules), model.model_id)
+        self._runs[call_id] = run
+        self.recorder.accepted(live)
+        return Accepted(run, model)
+
+    async def run(self, accepted: Accepted) -> Result:
+        """Runs an accepted call to its end, in the task of its client."""
+        try:
+            return await accepted.run.go()
+        finally:
+            self._runs.pop(accepted.run.order.call_id, None)
+
+    def cancel(self, call_id: str, code: str, message: str) -> bool:
+        """Ends a call that runs. False when there is none of that id."""
+        run = self._runs.get(call_id)
+        return run is not None and run.cancel(calls.Cancelled(code, message))
+
+    def cancel_all(self, message: str) -> None:
+        for run in list(self._runs.values()):
+            run.cancel(calls.Cancelled("shutdown", message, failed=True))
+
+    @property
+    def running(self) -> int:
+        return len(self._runs)
+
+    def model_for(self, key: KeyInfo, name: str) -> Model:
+        """The model of a request. Raises ApiError (404) as OpenAI does."""
+        model = self.shelf.find(name)
+        if model is None or not key.may_use(model.model_id):
+            raise ApiError(
+                404,
+                f"The model '{name[:100]}' does not exist or you do not have access to it.",
+                code="model_not_found",
+                param="model",
+            )
+        return model
+
+    async def _count_prompt(
+        self, call_id: str, kind: str, model: Model, request: dict[str, object], seed: int, prefix_key: str
+    ) -> int:
+        """The exact number of prompt tokens, asked of a head. Raises ApiError."""
+        problem = "no live node holds its first layer"
+        for view in self.placement.views(model.model_id):
+            for state in view.states:
+                ends = [last for first, last in state.served_layers if first == 0]
+                node = self.roster.state.nodes.get(state.node_id)
+                if not ends or node is None or state.node_id not in view.routable:
+                    continue
+                chosen = Chosen((Stage(state.node_id, 0, max(ends)),), view, "")
+                ticket = self._sign(call_id, model.model_id, 0, chosen)
+                asked = GenerateCall(
+                    call_id, 0, kind, model.model_id, request, ticket, seed, 1, prefix_key=prefix_key
+                )
+                try:
+                    return await self.heads.tokenize(node.http_url, asked)
+                except HeadError as error:
+                    if error.status in (400, 422):
+                        raise ApiError(400, error.message, code=error.code, param=error.param) from error
+                    problem = f"node {node.name}: {error.message}"
+        raise ApiError(
+            503,
+            f"the prompt for {model.model_id!r} cannot be counted: {problem}",
+            type="server_error",
+            code="no_route",
+            retry_after=5,
+        )
+
+    # ------------------------------------------------------------ what running calls need
+
+    def ticket(self, order: Order, model: str, epoch: int, chosen: Chosen) -> str:
+        return self._sign(order.call_id, model, epoch, chosen)
+
+    def _sign(self, call_id: str, model: str, epoch: int, chosen: Chosen) -> str:
+        view: View = chosen.view
+        ticket = Ticket(
+            mesh_id=self.books.mesh.id,
+            call_id=call_id,
+            epoch=epoch,
+            model=model,
+            fingerprint=view.fingerprint,
+            stages=route_stages(chosen.stages, view.addresses),
+            expires_ms=self.books.clock() + TICKET_MS,
+        )
+        return sign_ticket(ticket, self._key)
+
+    async def settle(self, run: Run, result: Result) -> None:
+        """Books the end once. A database that cannot be reached gets it later; the call is over anyway."""
+        call_id = run.order.call_id
+        self.placement.took(time.monotonic() - run.live.accepted_at)
+        usage = usage_of(result)
+        try:
+            await self.books.settle(call_id, usage, result.end.outcome)
+        except BooksUnavailable as error:
+            log.warning("the books take this call's end later", call_id=call_id, error=error.message)
+        except BooksError as error:
+            log.error("the books refused a call's end", call_id=call_id, error=error.message)
+
+    def _node_gone(self, node_id: str, reason: str) -> None:
+        for run in list(self._runs.values()):
+            run.node_gone(node_id, reason)
+
+
+def usage_of(result: Result) -> Usage:
+    """Measured tokens, and what each node did in each attempt."""
+    work = tuple(
+        Work(node_id, last - first + 1, times.prefill_tokens, times.decode_tokens)
+        for (_, node_id, first, last), times in sorted(result.work.items())
+    )
+    return Usage(result.prompt_tokens, sum(map(len, result.ids)), work)
+
+
+def estimate_tokens(request: ChatRequest | CompletionRequest) -> int:
+    """A rough number of prompt tokens, before any tokeniser has seen the prompt."""
+    if isinstance(request, CompletionRequest):
+        prompt = request.prompt
+        return max(1, len(prompt.encode()) // BYTES_PER_TOKEN if isinstance(prompt, str) else len(prompt))
+    return sum(8 + len(message.content.encode()) // BYTES_PER_TOKEN for message in request.messages)
+
+
+def _max_tokens(asked: int | None, left: int) -> int:
+    """What may be generated per choice: as asked, or 1,024, within what is left of the context."""
+    return min(max(1, left), DEFAULT_MAX_TOKENS if asked is None else asked)
+
+
+def as_api_error(refusal: Refusal) -> ApiError:
+    return ApiError(
+        refusal.status,
+        refusal.message,
+        type=refusal.type,
+        code=refusal.code,
+        param=refusal.param,
+        retry_after=refusal.retry_after,
+    )
