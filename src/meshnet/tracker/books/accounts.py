@@ -38,8 +38,12 @@ class Accounts:
 
     async def create(self, name: str, *, unlimited: bool = False) -> Account:
         """Opens an account with nothing in it. Raises BooksError when the name is taken or empty."""
-        if not 1 <= len(name.strip()) <= 100:
-            raise BooksError(f"name {name!r} must have 1 to 100 characters", code="bad_account", param="name")
+        if not 1 <= len(name.strip()) <= 100 or "/" in name or not name.isprintable():
+            raise BooksError(
+                f"name {name!r} must have 1 to 100 printable characters and no slash",
+                code="bad_account",
+                param="name",
+            )
         return await self._storage.write(
             lambda connection: insert_account(connection, name, unlimited, self._clock())
         )

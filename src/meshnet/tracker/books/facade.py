@@ -181,6 +181,8 @@ class Books:
             await self._writer.close()
             await self.keys.save_last_used()
             await self.trackers.end()
+        except BooksUnavailable as error:
+            log.warning("books closed without a word to the database", error=error.message)
         finally:
             await self.storage.close()
 
