@@ -131,7 +131,9 @@ class Grammar:
         elif kind == "rep":
             low, high = node[2], node[3]
             most = low + rng.choice((0, 1, 2, 5)) if budget > 0 else low
-            for _ in range(most if high is None else min(most, high) if rng.random() < 0.8 or budget < 0 else high):
+            for _ in range(
+                most if high is None else min(most, high) if rng.random() < 0.8 or budget < 0 else high
+            ):
                 self._write(node[1], rng, out, budget - 1)
         else:
             options = node[1]
@@ -152,7 +154,9 @@ def _pick(rng: random.Random, ranges: list[tuple[int, int]], negated: bool) -> s
     liked = [char for char in _TASTE if member(ord(char))]
     if negated or (liked and rng.random() < 0.3):
         while not liked or rng.random() < 0.3:
-            point = rng.choice((rng.randrange(32, 127), rng.randrange(0xA0, 0x3000), rng.randrange(0x1F300, 0x1F600)))
+            point = rng.choice(
+                (rng.randrange(32, 127), rng.randrange(0xA0, 0x3000), rng.randrange(0x1F300, 0x1F600))
+            )
             if member(point):
                 return chr(point)
         return rng.choice(liked)

@@ -351,8 +351,12 @@ class _Choice:
         self.offset = 0
         self.parser: ToolParser | None = None
         if isinstance(request, ChatRequest) and request.tools and tool_format is not None:
-            names = [tool.name for tool in request.tools]
-            self.parser = ToolParser(tool_format, names, f"{envelope.call_id}/{index}")
+            self.parser = ToolParser(
+                tool_format,
+                [tool.name for tool in request.tools],
+                f"{envelope.call_id}/{index}",
+                or_json=request.response_format != "text",
+            )
 
     def take(self, text: str, logprobs: tuple[_Logprob, ...]) -> tuple[list[Delta], list[_Logprob]]:
         """Deltas and the logprobs that go with them."""

@@ -16,7 +16,6 @@ from meshnet.protocol.openai import ChatRequest, FunctionTool
 from meshnet.protocol.schema import SchemaRules
 from meshnet.protocol.tools import ToolFormat
 
-
 _BARE_START = "{ \t\r\n"
 _ANY_CHAR = "[^\\U0010FFFF]"
 

@@ -16,6 +16,8 @@ from typing import Any
 import msgspec
 
 _WS = " \t\r\n"
+_MAX_HEADER = 512
+"""Characters from the brace of a call to the brace of its arguments; longer ones are read as a whole."""
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _ARGUMENT_KEYS = ('"arguments"', '"parameters"')
 
@@ -97,9 +99,10 @@ Delta = TextDelta | CallDelta | ArgumentsDelta
 class ToolParser:
     """Turns one choice's text into deltas. `names`: the functions of the request, which tell a bare call
     from an answer that happens to be JSON. `seed` makes the calls' ids and must be the choice's own.
+    `or_json`: the answer is either calls from the start or JSON, in whose strings an opener is no opener.
     """
 
-    def __init__(self, form: ToolFormat, names: Iterable[str], seed: str) -> None:
+    def __init__(self, form: ToolFormat, names: Iterable[str], seed: str, *, or_json: bool = False) -> None:
         self._form = form
         self._names = frozenset(names)
         self._seed = seed
@@ -108,9 +111,13 @@ class ToolParser:
         self._marked = not form.bare
         self._blank = False
         """Between a call and the next visible text, white space is markup."""
+        self._gap = ""
+        """White space before and after the last opener, for the case that no call follows."""
         self._finishing = False
-        self._state = self._start if form.bare else self._text
+        self._seeking = not or_json
+        self._state = self._start if form.bare or or_json else self._text
         self._object = _ObjectEnd()
+        self._scanned = 0
         self._out: list[Delta] = []
 
     @property
@@ -140,23 +147,27 @@ class ToolParser:
     # ---------------------------------------------------------------- states
 
     def _start(self) -> bool:
-        """The beginning of a text that may be a bare call."""
+        """The beginning of a text that may be a call."""
         rest, opener = self._buffer.lstrip(_WS), self._form.opener
         undecided = not rest or (opener.startswith(rest) and rest != opener)
         if undecided and not self._finishing:
             return False
-        self._state = self._header if rest.startswith("{") else self._text
+        if opener and rest.startswith(opener):
+            self._open(rest[len(opener) :])
+        else:
+            bare_call = self._form.bare and rest.startswith("{")
+            self._state = self._header if bare_call else self._text
         return True
 
     def _text(self) -> bool:
         """Text up to the next opener. White space before an opener belongs to the markup."""
-        opener = self._form.opener
+        opener = self._form.opener if self._seeking else ""
         found = self._buffer.find(opener) if opener else -1
         if found >= 0:
-            self._say(self._buffer[:found].rstrip(_WS))
-            self._buffer = self._buffer[found + len(opener) :]
-            self._marked = True
-            self._state = self._opened
+            shown = self._buffer[:found].rstrip(_WS)
+            self._say(shown)
+            self._gap = self._buffer[len(shown) : found]
+            self._open(self._buffer[found + len(opener) :])
             return True
         end = len(self._buffer)
         if opener and not self._finishing:
@@ -168,13 +179,14 @@ class ToolParser:
     def _opened(self) -> bool:
         """After an opener: a call must follow."""
         rest = self._buffer.lstrip(_WS + ("[" if self._form.in_list else ""))
-        self._buffer = rest
         if not rest:
             return False
+        self._gap += self._buffer[: len(self._buffer) - len(rest)]
+        self._buffer = rest
         if rest[0] == "{" or self._form.args_marker:
             self._state = self._header
         else:
-            self._state = self._other
+            self._await_other()
         return True
 
     def _header(self) -> bool:
@@ -183,11 +195,12 @@ class ToolParser:
             found = _marked_header(self._buffer, self._form.args_marker)
         else:
             found = _json_header(self._buffer, None if self._marked else self._names)
-        if found is None and not self._finishing:
+        if found is None and not self._finishing and len(self._buffer) < _MAX_HEADER:
             return False
-        if not found:
-            self._object = _ObjectEnd()
-            self._state = self._other if self._marked else self._text
+        if not found or found[1] >= _MAX_HEADER:
+            self._state = self._text
+            if self._marked:
+                self._await_other()
             return True
         name, size = found
         self._begin(name)
@@ -217,52 +230,68 @@ class ToolParser:
     def _after(self) -> bool:
         """After a call: its closer, another call, or text again."""
         form = self._form
-        rest = self._buffer.lstrip(_WS + (",;" if form.in_list or form.bare else ""))
+        rest = self._buffer
+        if self.called:
+            rest = rest.lstrip(_WS + (",;" if form.in_list or form.bare else ""))
+            self._blank = True
         self._buffer = rest
         closer = "]" if form.in_list else form.closer
-        if not rest or (closer.startswith(rest) and rest != closer and not self._finishing):
-            return False
+        if not rest or (closer.startswith(rest) and rest != closer):
+            return False  # at the end of the text: a closer that was cut off
         if rest[0] == "{" and not form.args_marker:
             self._state = self._header
             return True
         if closer and rest.startswith(closer):
             self._buffer = rest[len(closer) :]
-        self._blank = True
         self._state = self._text
         return True
 
     def _other(self) -> bool:
-        """After an opener something that is no call in the usual order of keys: read as a whole."""
-        closer = self._form.closer
-        ended = self._object.find(self._buffer) if self._buffer[0] == "{" else None
-        found = self._buffer.find(closer) if closer else -1
-        if not closer and self._buffer[0] != "{":
-            end = 0
-        elif ended is not None and (found < 0 or ended <= found):
+        """After an opener something that is no call in the usual order of keys: read as a whole, up to the
+        closer or the end of the object, whichever comes first."""
+        closer, text = self._form.closer, self._buffer
+        if not closer and text[0] != "{":
+            self._state = self._text
+            return True
+        ended = self._object.find(text, self._scanned) if text[0] == "{" else None
+        found = text.find(closer, max(0, self._scanned - len(closer))) if closer else -1
+        self._scanned = len(text)
+        if ended is not None and (found < 0 or ended <= found):
             end = ended
         elif found >= 0:
             end = found
         elif self._finishing:
-            end = len(self._buffer)
+            end = len(text)
         else:
-            self._object = _ObjectEnd()
             return False
-        whole, self._buffer = self._buffer[:end], self._buffer[end:]
+        whole, self._buffer = text[:end], text[end:]
         call = _whole_call(whole)
         if call is not None:
             self._begin(call[0])
             self._out.append(ArgumentsDelta(self._count - 1, call[1]))
         else:
-            self._say(whole.strip(_WS))
-        self._state = self._after if whole else self._text
+            self._say(self._gap + whole)
+        self._state = self._after
         return True
 
     # ---------------------------------------------------------------- effects
 
+    def _open(self, rest: str) -> None:
+        self._buffer = rest
+        self._marked = True
+        self._state = self._opened
+
+    def _await_other(self) -> None:
+        self._object = _ObjectEnd()
+        self._scanned = 0
+        self._state = self._other
+
     def _begin(self, name: str) -> None:
+        self._seeking = True
         self._out.append(CallDelta(self._count, self._id(), name))
         self._count += 1
         self._blank = True
+        self._gap = ""
 
     def _say(self, text: str) -> None:
         if self._blank:
@@ -286,9 +315,10 @@ class _ObjectEnd:
         self._quoted = False
         self._escaped = False
 
-    def find(self, text: str) -> int | None:
-        """Index after the object's last brace; None when it is not in this piece."""
-        for index, char in enumerate(text):
+    def find(self, text: str, start: int = 0) -> int | None:
+        """Index after the object's last brace; None when it does not come. Reads on from `start`."""
+        for index in range(start, len(text)):
+            char = text[index]
             if self._escaped:
                 self._escaped = False
             elif self._quoted:
