@@ -168,15 +168,25 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_backend_dev_memory": (None, (_POINTER, c.POINTER(_SIZE), c.POINTER(_SIZE))),
 }
 
+# Wanted, but done without where a build does not export them. The first is llama_context::get_sched() const.
+OPTIONAL: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "_ZNK13llama_context9get_schedEv": (_POINTER, (_POINTER,)),
+    "ggml_backend_sched_get_n_backends": (_INT, (_POINTER,)),
+    "ggml_backend_sched_get_backend": (_POINTER, (_POINTER, _INT)),
+    "ggml_backend_is_cpu": (_BOOL, (_POINTER,)),
+    "ggml_backend_cpu_set_use_ref": (None, (_POINTER, _BOOL)),
+}
+
 
 def bind(handle: c.CDLL) -> list[str]:
-    """Give every function its prototype; returns the names that the library does not export."""
+    """Give every function its prototype; returns the required names that it does not export."""
     missing = []
-    for name, (result, arguments) in FUNCTIONS.items():
+    for name, (result, arguments) in [*FUNCTIONS.items(), *OPTIONAL.items()]:
         try:
             function = getattr(handle, name)
         except AttributeError:
-            missing.append(name)
+            if name in FUNCTIONS:
+                missing.append(name)
             continue
         function.restype = result
         function.argtypes = arguments

@@ -106,7 +106,7 @@ class LlamaEngine:
         device: str = "auto",
         memory_limit: int | None = None,
         max_rows: int = 256,
-        repack: bool = True,
+        repack: bool = False,
         native_tap: bool = True,
         progress: Progress | None = None,
         store: ShardStore | None = None,
@@ -115,7 +115,9 @@ class LlamaEngine:
 
         `cuts` are further entry layers inside the shard. `n_ctx` is per slot. `cores` are the CPUs that
         compute threads are bound to; `threads` defaults to their number, or to that of the CPUs this process
-        may use. `memory_limit` in bytes; without it, what the machine has available. Raises EngineError.
+        may use. `memory_limit` in bytes; without it, what the machine has available. `repack` copies the
+        weights into a layout that some CPUs multiply faster; with K-quants, results then hang on how many
+        rows a call has, so it is off unless asked for. Raises EngineError.
         """
         library = load_library()
         try:
@@ -170,7 +172,12 @@ class LlamaEngine:
         except (EngineError, ModelError) as error:
             cleanup.close()
             raise EngineError(str(error)) from error
-        numerics = numerics_class(library, devices=chosen.names, repack=repack)
+        numerics = numerics_class(
+            library,
+            devices=chosen.names,
+            repack=repack,
+            threads=None if all(s.thread_independent for s in segments) else options.threads,
+        )
         info = EngineInfo(
             model=model.name,
             fingerprint=model.fingerprint,

@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from meshnet.engine.base import EngineError, Hidden
-from meshnet.engine.bindings import Batch, ProgressCallback
+from meshnet.engine.bindings import OPTIONAL, Batch, ProgressCallback
 from meshnet.engine.library import Library, forget_messages, last_messages, listen
+from meshnet.engine.numerics import EXACT_ROWS
 from meshnet.engine.tap import Tap
 
 PARTIAL_STATE = 1
@@ -39,7 +40,7 @@ class SegmentOptions:
     positions_per_row: int
     recurrent: bool
     native_tap: bool = True
-    repack: bool = True
+    repack: bool = False
     devices: tuple[int, ...] = ()
     """Addresses of ggml devices; empty: CPU only."""
 
@@ -88,6 +89,8 @@ class Segment:
         self._memory = self._api.llama_get_memory(self._context)
         self.vocabulary: int = self._api.llama_model_get_vocab(self._model)
         self.n_vocab: int = self._api.llama_vocab_n_tokens(self.vocabulary)
+        self._cpu_backend = self._find_plain_attention()
+        self._plain = False
         self._prepare_batch()
 
     def _note_buffer(self, line: str) -> None:
@@ -136,6 +139,30 @@ class Segment:
             self.close()
             raise EngineError(f"no context for layers {self.first}-{self.last}: {reason}")
 
+    def _find_plain_attention(self) -> int | None:
+        """The context's CPU backend, if it can be told to run the plain kernel (see `_choose_kernel`)."""
+        api = self._api
+        if not all(hasattr(api, name) for name in OPTIONAL):
+            return None
+        scheduler = api._ZNK13llama_context9get_schedEv(self._context)
+        for index in range(api.ggml_backend_sched_get_n_backends(scheduler)):
+            backend: int = api.ggml_backend_sched_get_backend(scheduler, index)
+            if api.ggml_backend_is_cpu(backend):
+                return backend
+        return None
+
+    def _choose_kernel(self, total: int) -> None:
+        """Have small calls computed by one kernel, however many rows, sessions, threads and cells there are.
+
+        For one row alone over 512 cells or more, the CPU backend would split the cells between its threads
+        and add up what they found: other bits than the same row gives in company. The switch that keeps it
+        from that turns off the tiled kernel for 64 rows and more too, which prompts want for speed.
+        """
+        plain = total <= EXACT_ROWS
+        if self._cpu_backend is not None and plain != self._plain:
+            self._api.ggml_backend_cpu_set_use_ref(self._cpu_backend, plain)
+            self._plain = plain
+
     def _prepare_batch(self) -> None:
         rows = self._options.max_rows
         self._positions = np.zeros(rows * self._options.positions_per_row, dtype=np.int32)
@@ -148,6 +175,11 @@ class Segment:
         self._batch.n_seq_id = self._sequence_counts.ctypes.data
         self._batch.seq_id = self._sequence_addresses.ctypes.data
         self._batch.logits = self._flags.ctypes.data
+
+    @property
+    def thread_independent(self) -> bool:
+        """Whether results do not hang on the number of threads."""
+        return self._cpu_backend is not None
 
     @property
     def native_tap(self) -> bool:
@@ -183,6 +215,7 @@ class Segment:
             self._tap.disarm()
         else:
             self._tap.arm(f"{self._options.layer_output}-{until - self.first}")
+        self._choose_kernel(total)
         forget_messages()
         status = self._api.llama_decode(self._context, batch)
         if status != 0:
