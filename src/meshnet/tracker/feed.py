@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class Viewer:
         self.admin = admin
         self.key_id = key_id
         self.stale = True
+        self.sent_at = time.monotonic()
         self._size = size
         self._outbox: deque[bytes] = deque()
         self._ready = asyncio.Event()
@@ -74,6 +76,7 @@ class Viewer:
         """Everything that waits, as one piece."""
         data = b"".join(self._outbox)
         self._outbox.clear()
+        self.sent_at = time.monotonic()
         if not self.stale:
             self._ready.clear()
         return data

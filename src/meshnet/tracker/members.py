@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Literal
 
 NodeStatus = Literal["joining", "loading", "ready", "draining", "suspect", "lost"]
-
-NO_CUTS: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +148,7 @@ class Node:
     lost_reason: str = ""
     lost_at: float = 0.0
     probe: ProbeWork = field(default_factory=ProbeWork)
-    cuts_sent: Mapping[str, tuple[int, ...]] = NO_CUTS
+    cuts_sent: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     peers_sent: tuple[tuple[str, str], ...] = ()
 
     @property

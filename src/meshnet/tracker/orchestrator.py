@@ -22,7 +22,7 @@ from meshnet.tracker.catalogue import Model
 from meshnet.tracker.heads import HeadError, Heads
 from meshnet.tracker.live import LiveCall
 from meshnet.tracker.placement import Chosen, Placement
-from meshnet.tracker.planning import View, route_stages
+from meshnet.tracker.planning import ModelRouting, View, route_stages
 from meshnet.tracker.recorder import Recorder
 from meshnet.tracker.roster import Roster
 from meshnet.tracker.running import Order, Result, Run
@@ -58,6 +58,7 @@ class Orchestrator:
         placement: Placement,
         heads: Heads,
         recorder: Recorder,
+        routing_of: Callable[[str], ModelRouting],
     ) -> None:
         self.settings = settings
         self.books = books
@@ -66,6 +67,7 @@ class Orchestrator:
         self.placement = placement
         self.heads = heads
         self.recorder = recorder
+        self.routing_of = routing_of
         self._key = Ed25519PrivateKey.from_private_bytes(books.mesh.signing_secret)
         self._runs: dict[str, Run] = {}
         roster.on_gone(self._node_gone)
@@ -94,7 +96,7 @@ class Orchestrator:
         prefix_key = f"account-{key.account_id}"
         plain = request.to_request()
         prompt_tokens = min(estimate_tokens(request), model.n_ctx)
-        # An estimate must not cut short what the context would have room for: the head counts and stops there.
+        # An estimate must not cut short what the context has room for: the head counts, and stops there.
         max_tokens = _max_tokens(request.max_tokens, model.n_ctx)
         now_ms = self.books.clock()
         if not (await self.books.prices.current()).at(model.model_id, now_ms).free:
@@ -187,7 +189,7 @@ class Orchestrator:
                 if not ends or node is None or state.node_id not in view.routable:
                     continue
                 chosen = Chosen((Stage(state.node_id, 0, max(ends)),), view, "")
-                ticket = self._sign(call_id, model.model_id, 0, chosen)
+                ticket = self.sign(call_id, model.model_id, 0, chosen)
                 asked = GenerateCall(
                     call_id, 0, kind, model.model_id, request, ticket, seed, 1, prefix_key=prefix_key
                 )
@@ -208,9 +210,10 @@ class Orchestrator:
     # ------------------------------------------------------------ what running calls need
 
     def ticket(self, order: Order, model: str, epoch: int, chosen: Chosen) -> str:
-        return self._sign(order.call_id, model, epoch, chosen)
+        return self.sign(order.call_id, model, epoch, chosen)
 
-    def _sign(self, call_id: str, model: str, epoch: int, chosen: Chosen) -> str:
+    def sign(self, call_id: str, model: str, epoch: int, chosen: Chosen) -> str:
+        """A ticket for one route, good for opening sessions within TICKET_MS."""
         view: View = chosen.view
         ticket = Ticket(
             mesh_id=self.books.mesh.id,

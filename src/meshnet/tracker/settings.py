@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
@@ -81,6 +81,14 @@ class TrackerSettings(BaseSettings):
     console_events: Count = 2_000
     viewer_outbox: Count = 1_000
     shutdown_s: Seconds = 3.0
+
+    @field_validator("cors_origins", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        """Origins separated by commas."""
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
 
     @property
     def loopback(self) -> bool:

@@ -1,0 +1,434 @@
+"""The management API and the open pages: nodes, models, calls, console, settings, sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from meshnet import __version__
+from meshnet.protocol import PROTOCOL_VERSION
+from meshnet.protocol.errors import ApiError
+from meshnet.tracker.auth import Authenticator, client_address, cookie_header, cookie_of, require_admin
+from meshnet.tracker.bodies import check_json, read_body
+from meshnet.tracker.books.facade import Books
+from meshnet.tracker.books.records import KeyInfo
+from meshnet.tracker.console import Entry
+from meshnet.tracker.feed import EVERYONE, NODE_INTERVAL_S, Audience, Feed, Viewer
+from meshnet.tracker.live import LiveCall
+from meshnet.tracker.members import Node
+from meshnet.tracker.metrics import CONTENT_TYPE, Metrics
+from meshnet.tracker.orchestrator import Orchestrator
+from meshnet.tracker.previews import preview, signed_ticket
+from meshnet.tracker.recorder import Recorder
+from meshnet.tracker.roster import Roster
+from meshnet.tracker.settings import TrackerSettings
+from meshnet.tracker.shelf import Shelf
+from meshnet.tracker.signals import DrainSet
+from meshnet.tracker.tuning import Tuning
+from meshnet.tracker.views import model_view, node_view, openai_model
+
+SMALL_BODY = 256 << 10
+INVITE_S = 24 * 3_600
+MAX_INVITE_S = 10 * 365 * 86_400
+
+_encode = msgspec.json.Encoder().encode
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(slots=True)
+class Tracker:
+    """Everything that answers need."""
+
+    settings: TrackerSettings
+    books: Books
+    roster: Roster
+    shelf: Shelf
+    tuning: Tuning
+    orchestrator: Orchestrator
+    recorder: Recorder
+    feed: Feed
+    metrics: Metrics
+    authenticator: Authenticator
+    grpc_port: int = 0
+    started_s: int = 0
+    stopping: bool = False
+
+
+def answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(
+        _encode(value),
+        status,
+        {"cache-control": "no-store", **(headers or {})},
+        media_type="application/json",
+    )
+
+
+async def json_body(request: Request) -> dict[str, Any]:
+    """The body as a JSON object; empty counts as {}. Raises ApiError."""
+    check_json(request.scope)
+    body = await read_body(request.scope, request.receive, SMALL_BODY, 30.0)
+    if not body:
+        return {}
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
+    if not isinstance(value, dict):
+        raise ApiError(400, "the body must be a JSON object", code="invalid_type")
+    return value
+
+
+class Api:
+    """The endpoints, bound to one tracker. `request.state.key` is the caller's key, except on open paths."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self.t = tracker
+        tracker.roster.on_change(self._node_changed)
+        self._models_shown: dict[str, bytes] = {}
+
+    def routes(self) -> list[Route]:
+        table: list[tuple[str, str, Endpoint]] = [
+            ("GET", "/healthz", self.healthz),
+            ("GET", "/readyz", self.readyz),
+            ("GET", "/metrics", self.metrics),
+            ("GET", "/v1/models", self.list_openai_models),
+            ("GET", "/v1/models/{model:path}", self.get_openai_model),
+            ("GET", "/api/join-info", self.join_info),
+            ("POST", "/api/session", self.sign_in),
+            ("GET", "/api/session", self.who_am_i),
+            ("DELETE", "/api/session", self.sign_out),
+            ("GET", "/api/nodes", self.list_nodes),
+            ("POST", "/api/nodes/{node}/drain", self.drain),
+            ("DELETE", "/api/nodes/{node}/drain", self.undrain),
+            ("GET", "/api/models", self.list_models),
+            ("GET", "/api/calls", self.list_calls),
+            ("GET", "/api/calls/{call}", self.get_call),
+            ("DELETE", "/api/calls/{call}", self.cancel_call),
+            ("GET", "/api/events", self.events),
+            ("GET", "/api/console", self.console),
+            ("POST", "/api/route/preview", self.route_preview),
+            ("GET", "/api/settings/routing", self.get_routing),
+            ("PUT", "/api/settings/routing", self.put_routing),
+            ("POST", "/api/tickets", self.make_ticket),
+            ("POST", "/api/invite", self.invite),
+        ]
+        return [Route(path, endpoint, methods=[method]) for method, path, endpoint in table]
+
+    # ------------------------------------------------------------ open
+
+    async def healthz(self, request: Request) -> Response:
+        return answer({"status": "ok", "version": __version__})
+
+    async def readyz(self, request: Request) -> Response:
+        """Ready when some model is fully covered by ready nodes."""
+        models = self.t.shelf.models()
+        complete = [model_id for model_id, model in models.items() if model.complete]
+        missing = {m.model_id: [list(gap) for gap in m.gaps] for m in models.values() if not m.complete}
+        body = {"ready": bool(complete), "models": complete, "missing": missing}
+        return answer(body, 200 if complete else 503, None if complete else {"retry-after": "5"})
+
+    async def metrics(self, request: Request) -> Response:
+        metrics, placement = self.t.metrics, self.t.orchestrator.placement
+        now = self.t.roster.clock()
+        metrics.in_flight.set(self.t.recorder.table.in_flight)
+        metrics.waiting.set(placement.waiting)
+        metrics.viewers.set(self.t.feed.viewers)
+        metrics.nodes.clear()
+        metrics.free_slots.clear()
+        metrics.free_kv.clear()
+        for node in self.t.roster.state.nodes.values():
+            metrics.nodes.labels(node.status(now)).inc()
+        for node_id, model in placement.state.rooms:
+            room = placement.room_of(model)(node_id)
+            metrics.free_slots.labels(self.t.roster.name_of(node_id), model).set(room.slots)
+            metrics.free_kv.labels(self.t.roster.name_of(node_id), model).set(room.tokens)
+        return Response(metrics.exposition(), headers={"content-type": CONTENT_TYPE})
+
+    async def join_info(self, request: Request) -> Response:
+        host = self.t.settings.advertise or request.url.hostname or self.t.settings.host
+        return answer(
+            {
+                "mesh_id": self.t.books.mesh.id,
+                "name": self.t.settings.name,
+                "grpc_address": f"[{host}]:{self.t.grpc_port}"
+                if ":" in host
+                else f"{host}:{self.t.grpc_port}",
+                "version": __version__,
+                "protocol_version": PROTOCOL_VERSION,
+            }
+        )
+
+    # ------------------------------------------------------------ sessions
+
+    async def sign_in(self, request: Request) -> Response:
+        body = await json_body(request)
+        secret = body.get("key")
+        if not isinstance(secret, str):
+            raise ApiError(400, "key must be a string", code="invalid_type", param="key")
+        key = await self.t.authenticator.check(secret, client_address(request.scope))
+        sessions = self.t.authenticator.sessions
+        response = answer({"scope": key.scope, "name": key.name})
+        secure = request.url.scheme == "https"
+        response.raw_headers.append(cookie_header(sessions.seal(secret), sessions.lifetime_s, secure))
+        return response
+
+    async def who_am_i(self, request: Request) -> Response:
+        key = _key(request)
+        return answer({"scope": key.scope, "name": key.name})
+
+    async def sign_out(self, request: Request) -> Response:
+        response = answer({"signed_out": cookie_of(request.scope) is not None})
+        response.raw_headers.append(cookie_header("", 0, request.url.scheme == "https"))
+        return response
+
+    # ------------------------------------------------------------ models
+
+    async def list_openai_models(self, request: Request) -> Response:
+        key = _key(request)
+        models = [m for m in self.t.shelf.models().values() if key.may_use(m.model_id)]
+        return answer({"object": "list", "data": [openai_model(m, self.t.started_s) for m in models]})
+
+    async def get_openai_model(self, request: Request) -> Response:
+        model = self.t.orchestrator.model_for(_key(request), request.path_params["model"])
+        return answer(openai_model(model, self.t.started_s))
+
+    async def list_models(self, request: Request) -> Response:
+        return answer({"models": self._models(_key(request))})
+
+    def _models(self, key: KeyInfo) -> list[dict[str, Any]]:
+        default = self.t.shelf.default_id()
+        return [self._model(model_id, default) for model_id in self.t.shelf.models() if key.may_use(model_id)]
+
+    def _model(self, model_id: str, default: str) -> dict[str, Any]:
+        shelf = self.t.shelf
+        aliases = sorted(alias for alias, target in shelf.aliases.items() if target == model_id)
+        model = shelf.models()[model_id]
+        return model_view(model, self.t.tuning.of(model_id), aliases, model_id == default, self._own_url())
+
+    def _own_url(self) -> str:
+        settings = self.t.settings
+        host = settings.advertise or ("127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host)  # noqa: S104
+        return f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
+
+    # ------------------------------------------------------------ nodes
+
+    async def list_nodes(self, request: Request) -> Response:
+        require_admin(_key(request))
+        return answer({"nodes": self._nodes()})
+
+    def _nodes(self) -> list[dict[str, Any]]:
+        return [self._node(node) for node in self.t.roster.state.nodes.values()]
+
+    def _node(self, node: Node) -> dict[str, Any]:
+        now = self.t.roster.clock()
+        return node_view(node, now, self._engine_note(node))
+
+    def _engine_note(self, node: Node) -> str:
+        """Says so where unlike engine versions keep nodes of one model off each other's routes."""
+        mine = {shard.model for shard in node.shards}
+        for other in self.t.roster.state.nodes.values():
+            unlike = other.engine_version != node.engine_version
+            if unlike and other.connected and any(shard.model in mine for shard in other.shards):
+                return (
+                    f"runs engine {node.engine_version}, {other.name} runs {other.engine_version}: they "
+                    "never share a route; install the same version of meshnet on both"
+                )
+        return ""
+
+    async def drain(self, request: Request) -> Response:
+        require_admin(_key(request))
+        body = await json_body(request)
+        reason = str(body.get("reason", ""))[:200]
+        return answer(self._drained(request.path_params["node"], True, reason))
+
+    async def undrain(self, request: Request) -> Response:
+        require_admin(_key(request))
+        return answer(self._drained(request.path_params["node"], False, ""))
+
+    def _drained(self, name: str, on: bool, reason: str) -> dict[str, Any]:
+        node = self.t.roster.find(name)
+        if node is None:
+            raise ApiError(404, f"there is no node {name[:100]!r}", code="unknown_node", param="node")
+        self.t.roster.feed(DrainSet(node.node_id, on, reason))
+        return self._node(self.t.roster.state.nodes[node.node_id])
+
+    def _node_changed(self, node_id: str, node: Node | None) -> None:
+        feed = self.t.feed
+        if not feed.watched:
+            return
+        if node is None:
+            feed.remove("node", node_id, Audience())
+        else:
+            feed.touch("node", node_id, NODE_INTERVAL_S, lambda: self._node_shown(node_id))
+        self._show_models()
+
+    def _node_shown(self, node_id: str) -> tuple[Any, Audience] | None:
+        node = self.t.roster.state.nodes.get(node_id)
+        return None if node is None else (self._node(node), Audience())
+
+    def _show_models(self) -> None:
+        """Models follow from nodes: only what differs from what was last shown goes out."""
+        default = self.t.shelf.default_id()
+        shown = {}
+        for model_id in self.t.shelf.models():
+            value = self._model(model_id, default)
+            shown[model_id] = encoded = _encode(value)
+            if self._models_shown.get(model_id) != encoded:
+                self.t.feed.upsert("model", value, EVERYONE)
+        for model_id in self._models_shown.keys() - shown.keys():
+            self.t.feed.remove("model", model_id, EVERYONE)
+        self._models_shown = shown
+
+    # ------------------------------------------------------------ calls
+
+    async def list_calls(self, request: Request) -> Response:
+        return answer({"calls": self._calls(_key(request))})
+
+    def _calls(self, key: KeyInfo) -> list[dict[str, Any]]:
+        name_of = self.t.roster.name_of
+        return [call.view(name_of) for call in self.t.recorder.table.listed() if _may_see(key, call)]
+
+    def _call(self, request: Request) -> LiveCall:
+        call_id = request.path_params["call"]
+        call = self.t.recorder.table.get(call_id)
+        if call is None or not _may_see(_key(request), call):
+            raise ApiError(404, f"there is no call {call_id[:100]!r}", code="unknown_call", param="id")
+        return call
+
+    async def get_call(self, request: Request) -> Response:
+        return answer(self._call(request).view(self.t.roster.name_of, timeline=True))
+
+    async def cancel_call(self, request: Request) -> Response:
+        call = self._call(request)
+        self.t.orchestrator.cancel(call.call_id, "cancelled", "cancelled through the API")
+        # The call's own task carries the cancellation out; it is next in the loop.
+        for _ in range(100):
+            if call.ended:
+                break
+            await asyncio.sleep(0.01)
+        return answer({"id": call.call_id, "phase": call.phase})
+
+    async def console(self, request: Request) -> Response:
+        since = request.query_params.get("since", "0")
+        if not since.isascii() or not since.isdigit() or len(since) > 18:
+            raise ApiError(
+                400, f"since is {since[:50]!r}; it is the `next` of an earlier answer", param="since"
+            )
+        viewer = _viewer(_key(request))
+        found, following = self.t.recorder.console.since(
+            int(since), lambda entry: self._may_read(viewer, entry)
+        )
+        return answer({"events": found, "next": following})
+
+    def _may_read(self, viewer: Viewer, entry: Entry) -> bool:
+        return self.t.recorder.audience_of(entry).includes(viewer)
+
+    # ------------------------------------------------------------ the event stream
+
+    async def events(self, request: Request) -> Response:
+        key = _key(request)
+        last = request.headers.get("last-event-id", "")
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        return StreamingResponse(
+            self._event_stream(key, int(last) if last.isascii() and last.isdigit() else None),
+            headers=headers,
+            media_type="text/event-stream",
+        )
+
+    async def _event_stream(self, key: KeyInfo, last: int | None) -> Any:
+        feed = self.t.feed
+        viewer = feed.open(key.scope == "admin", key.id)
+        try:
+            if last is not None:
+                feed.resume(viewer, last)
+            while not self.t.stopping:
+                if viewer.stale:
+                    yield feed.snapshot(viewer, self._snapshot(key, viewer))
+                if await viewer.wait(min(1.0, self.t.settings.keepalive_s)):
+                    data = viewer.take()
+                    if data:
+                        yield data
+                elif time.monotonic() - viewer.sent_at >= self.t.settings.keepalive_s:
+                    viewer.sent_at = time.monotonic()
+                    yield b": alive\n\n"
+        finally:
+            feed.close(viewer)
+
+    def _snapshot(self, key: KeyInfo, viewer: Viewer) -> dict[str, Any]:
+        console, _ = self.t.recorder.console.since(0, lambda entry: self._may_read(viewer, entry))
+        value: dict[str, Any] = {"calls": self._calls(key), "models": self._models(key), "console": console}
+        value["nodes"] = self._nodes() if key.scope == "admin" else []
+        return value
+
+    # ------------------------------------------------------------ routing
+
+    async def route_preview(self, request: Request) -> Response:
+        require_admin(_key(request))
+        return answer(
+            preview(self.t.shelf, self.t.tuning, self.t.orchestrator.placement, await json_body(request))
+        )
+
+    async def get_routing(self, request: Request) -> Response:
+        require_admin(_key(request))
+        return answer(self.t.tuning.view())
+
+    async def put_routing(self, request: Request) -> Response:
+        require_admin(_key(request))
+        await self.t.tuning.change(await json_body(request))
+        if self.t.feed.watched:
+            self._show_models()
+        return answer(self.t.tuning.view())
+
+    async def make_ticket(self, request: Request) -> Response:
+        require_admin(_key(request))
+        return answer(signed_ticket(self.t.orchestrator, self.t.shelf, await json_body(request)))
+
+    async def invite(self, request: Request) -> Response:
+        require_admin(_key(request))
+        body = await json_body(request)
+        expires_s = _whole(body, "expires_s", INVITE_S, 1, MAX_INVITE_S)
+        uses = _whole(body, "uses", None, 1, 1_000_000)
+        token, secret = await self.t.books.joins.create(
+            "invitation", valid_ms=expires_s * 1000, max_uses=uses
+        )
+        host = self.t.settings.advertise or request.url.hostname or self.t.settings.host
+        url = f"{request.url.scheme}://{f'[{host}]' if ':' in host else host}:{request.url.port or 80}"
+        link = f"meshnet://{host}:{request.url.port or 80}/{self.t.books.mesh.id}?token={secret}"
+        return answer(
+            {
+                "join_link": link,
+                "command": f"meshnet node --tracker {url} --join-token {secret}",
+                "token": secret,
+                "expires_ms": token.expires_at,
+            }
+        )
+
+
+def _key(request: Request) -> KeyInfo:
+    key: KeyInfo = request.state.key
+    return key
+
+
+def _viewer(key: KeyInfo) -> Viewer:
+    return Viewer(0, key.scope == "admin", key.id)
+
+
+def _may_see(key: KeyInfo, call: LiveCall) -> bool:
+    return key.scope == "admin" or call.key_id == key.id
+
+
+def _whole(body: dict[str, Any], name: str, default: Any, low: int, high: int) -> Any:
+    value = body.get(name, default)
+    if value is None and default is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ApiError(400, f"{name} is {value!r}; it is a whole number from {low} to {high}", param=name)
+    return value

@@ -1,0 +1,269 @@
+"""Puts the tracker together, serves it, and takes it down again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+import structlog
+import uvicorn
+
+from meshnet.tracker.api import Tracker
+from meshnet.tracker.app import Shell
+from meshnet.tracker.auth import Authenticator, Sessions
+from meshnet.tracker.books.facade import Books, Bootstrap
+from meshnet.tracker.books.records import BooksError, BooksUnavailable
+from meshnet.tracker.console import Console
+from meshnet.tracker.door import FrontDoor
+from meshnet.tracker.feed import Feed
+from meshnet.tracker.guarded import guarded
+from meshnet.tracker.heads import Heads
+from meshnet.tracker.live import LiveTable
+from meshnet.tracker.membership import Identity, JoinRefused, Membership, probe_node, serve_membership
+from meshnet.tracker.metrics import Metrics
+from meshnet.tracker.orchestrator import Orchestrator
+from meshnet.tracker.placement import Placement
+from meshnet.tracker.recorder import Recorder
+from meshnet.tracker.roster import Roster
+from meshnet.tracker.settings import TrackerSettings
+from meshnet.tracker.shelf import Shelf
+from meshnet.tracker.signals import Probe, Rules, Say
+from meshnet.tracker.tries import FailedTries
+from meshnet.tracker.tuning import Tuning
+
+GRPC_GRACE_S = 0.5
+POLL_S = 0.05
+
+log = structlog.get_logger("meshnet.tracker")
+
+
+class StartError(Exception):
+    """The tracker cannot start; one sentence that says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Where the tracker is. `secrets` only when they were made just now."""
+
+    http_port: int
+    grpc_port: int
+    secrets: Bootstrap | None
+
+
+class Server:
+    """One tracker in this process: `start`, then `stop`."""
+
+    def __init__(self, settings: TrackerSettings) -> None:
+        self.settings = settings
+        self.tracker: Tracker | None = None
+        self._books: Books | None = None
+        self._heads: Heads | None = None
+        self._tuning: Tuning | None = None
+        self._roster: Roster | None = None
+        self._grpc: grpc.aio.Server | None = None
+        self._http: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> Started:
+        """Opens books and ports. Raises StartError; nothing is left behind then."""
+        try:
+            return await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start(self) -> Started:
+        settings = self.settings
+        with _listening(settings.host, settings.port) as listener:
+            books, secrets = await self._open_books(settings)
+            tries = FailedTries(settings.failed_keys_per_minute)
+            roster = self._roster = Roster(_rules(settings), probe=self._probe)
+            tuning = self._tuning = Tuning(books)
+            await tuning.start()
+            placement = Placement(
+                roster,
+                tuning.of,
+                queue_length=settings.queue_length,
+                queue_length_per_key=settings.queue_length_per_key,
+            )
+            metrics = Metrics()
+            feed = Feed(settings.viewer_outbox)
+            console = Console(settings.console_events, books.clock)
+            recorder = Recorder(LiveTable(settings.ended_calls), console, feed, metrics, roster)
+            heads = self._heads = Heads(settings.connect_timeout_s)
+            shelf = Shelf(roster)
+            orchestrator = Orchestrator(settings, books, roster, shelf, placement, heads, recorder, tuning.of)
+            roster.on_say(lambda said: _show(console, said))
+            authenticator = Authenticator(
+                books, Sessions(books.mesh.signing_secret, settings.session_hours * 3600), tries
+            )
+            tracker = self.tracker = Tracker(
+                settings=settings,
+                books=books,
+                roster=roster,
+                shelf=shelf,
+                tuning=tuning,
+                orchestrator=orchestrator,
+                recorder=recorder,
+                feed=feed,
+                metrics=metrics,
+                authenticator=authenticator,
+                started_s=int(time.time()),
+            )
+            door = FrontDoor(settings, authenticator, orchestrator, shelf)
+            identity = Identity(
+                mesh_id=books.mesh.id,
+                secret=books.mesh.signing_secret,
+                tracker_id=books.trackers.id,
+                ticket_public_key=orchestrator.ticket_public_key,
+                heartbeat_ms=settings.heartbeat_ms,
+                lease_ms=settings.lease_ms,
+            )
+            membership = Membership(roster, identity, _Doorman(books), tries)
+            try:
+                self._grpc, tracker.grpc_port = await serve_membership(
+                    membership, settings.host, settings.grpc_port
+                )
+            except OSError as error:
+                raise StartError(f"{error}; another process may use it: give another --grpc-port") from error
+            roster.start()
+            self._http = _http_server(settings, Shell(tracker, door))
+            self._serving = asyncio.create_task(self._http.serve([listener]), name="http")
+            while not self._http.started:
+                if self._serving.done():
+                    self._serving.result()
+                await asyncio.sleep(0.005)
+            port = listener.getsockname()[1]
+        if port != settings.port:
+            tracker.settings = settings.model_copy(update={"port": port})
+        await books.start(f"http://{settings.host}:{port}")
+        return Started(port, tracker.grpc_port, secrets)
+
+    async def stop(self) -> None:
+        """Ends calls (after a moment's grace), streams and ports, then closes the books."""
+        if self.tracker is not None:
+            self.tracker.stopping = True
+            orchestrator = self.tracker.orchestrator
+            if self._http is not None:
+                for server in getattr(self._http, "servers", []):
+                    server.close()
+            deadline = time.monotonic() + self.settings.shutdown_s * 0.5
+            while orchestrator.running and time.monotonic() < deadline:
+                await asyncio.sleep(POLL_S)
+            orchestrator.cancel_all("the tracker shuts down; try again")
+        if self._http is not None and self._serving is not None:
+            self._http.should_exit = True
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._serving
+        if self._roster is not None:
+            await self._roster.stop()
+        if self._grpc is not None:
+            await self._grpc.stop(GRPC_GRACE_S)
+        if self._tuning is not None:
+            await self._tuning.stop()
+        if self._heads is not None:
+            await self._heads.close()
+        if self._books is not None:
+            try:
+                await self._books.close()
+            except BooksUnavailable as error:
+                log.warning("the books could not be closed in order", error=error.message)
+        self._http = self._serving = self._grpc = self._books = self._heads = None
+
+    async def _open_books(self, settings: TrackerSettings) -> tuple[Books, Bootstrap | None]:
+        try:
+            books = self._books = await Books.open(settings.database or settings.data)
+            return books, await books.bootstrap()
+        except BooksError as error:
+            raise StartError(error.message) from error
+        except OSError as error:
+            raise StartError(
+                f"the data folder {settings.data} cannot be used: {error}; give another --data"
+            ) from error
+
+    def _probe(self, asked: Probe) -> asyncio.Task[str]:
+        return asyncio.create_task(probe_node(asked, self.settings.probe_timeout_s), name="probe")
+
+
+class _Doorman:
+    """Join tokens, as the books know them."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+
+    async def admit(self, join_token: str, node_id: str) -> None:
+        try:
+            await self._books.joins.admit(join_token, node_id)
+        except BooksUnavailable as error:
+            raise JoinRefused("unavailable", error.message, "try again", retry=True) from error
+        except BooksError as error:
+            code = "expired_token" if "expired" in error.message else "bad_token"
+            raise JoinRefused(code, error.message, "get a new token with `meshnet invite`") from error
+
+
+class _QuietServer(uvicorn.Server):
+    """Signals belong to whoever runs the process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _http_server(settings: TrackerSettings, app: Any) -> uvicorn.Server:
+    protocol = guarded(settings.header_timeout_s, settings.max_header_bytes, settings.max_connections)
+    config = uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=int(settings.idle_connection_s),
+        timeout_graceful_shutdown=max(1, int(settings.shutdown_s)),
+    )
+    return _QuietServer(config)
+
+
+@contextlib.contextmanager
+def _listening(host: str, port: int) -> Iterator[socket.socket]:
+    """A listening socket; closed again when what follows fails. Raises StartError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise StartError(
+                f"cannot listen on {host}:{port}: {error.strerror or error}; another process may use the "
+                "port: give another --port"
+            ) from error
+        listener.setblocking(False)
+        yield listener
+    except BaseException:
+        listener.close()
+        raise
+
+
+def _rules(settings: TrackerSettings) -> Rules:
+    return Rules(
+        lease_s=settings.lease_ms / 1000,
+        wedge_s=settings.wedge_ms / 1000,
+        flap_window_s=settings.flap_window_s,
+        flap_free=settings.flap_free,
+        flap_pause_s=settings.flap_pause_s,
+        flap_pause_max_s=settings.flap_pause_max_s,
+    )
+
+
+def _show(console: Console, said: Say) -> None:
+    console.add(said.event, said.line, level=said.level, node_id=said.node_id)
