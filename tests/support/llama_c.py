@@ -87,7 +87,7 @@ _log = _LOG(_hear)
 class Stage:
     """One file, one context. A step gives the rows of the tensor `tap`; without it, the last row's logits."""
 
-    def __init__(self, path: Path, tap: str | None = None, *, n_ctx: int = 1024, threads: int = 2) -> None:
+    def __init__(self, path: Path, tap: str | None = None, *, n_ctx: int = 1024, threads: int = 1) -> None:
         api = _library
         # set anew each time: the engine under test sets a log function of its own
         api.llama_log_set(c.cast(_log, c.c_void_p), None)

@@ -103,6 +103,7 @@ class Shape:
     n_ff_exp: int = 32
     tied: bool = False
     n_prediction: int = 0
+    full_attention_every: int = FULL_ATTENTION_EVERY
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -299,7 +300,7 @@ def _hybrid(w: _Writer, block: str, layer: int) -> None:
         w.matrix(f"{block}.nextn.eh_proj", s.n_embd, 2 * s.n_embd)
         w.norm(f"{block}.nextn.enorm", s.n_embd)
         w.norm(f"{block}.nextn.hnorm", s.n_embd)
-    elif (layer + 1) % FULL_ATTENTION_EVERY:
+    elif (layer + 1) % s.full_attention_every:
         _delta_net(w, block)
     else:
         _gated_attention(w, block)
@@ -351,7 +352,7 @@ def _metadata(w: _Writer) -> None:
         if w.arch != "qwen3moe":
             w.key("expert_shared_feed_forward_length", s.n_ff_exp)
     if w.arch in _HYBRIDS:
-        w.key("full_attention_interval", FULL_ATTENTION_EVERY)
+        w.key("full_attention_interval", s.full_attention_every)
         w.key("ssm.conv_kernel", 4)
         w.key("ssm.state_size", s.head)
         w.key("ssm.group_count", s.n_head_kv)
@@ -366,6 +367,7 @@ def _metadata(w: _Writer) -> None:
     if w.arch == "phi3":
         w.key("rope.scaling.original_context_length", N_CTX_TRAIN)
     for key, value in s.extra.items():
+        w.out.kv_data[0].pop(f"{w.arch}.{key}", None)
         w.key(key, value)
 
 
@@ -394,6 +396,7 @@ def write_random_model(
     tied: bool | None = None,
     prediction_layers: int = 0,
     split_tensors: int = 0,
+    full_attention_every: int = FULL_ATTENTION_EVERY,
     extra: dict[str, Any] | None = None,
 ) -> Path:
     """Write a random model of `arch` (one of CUTTABLE, or UNCUTTABLE) to `path`; returns `path`.
@@ -412,6 +415,7 @@ def write_random_model(
         n_ff_exp=256 if wide else 32,
         tied=arch == "gemma3" if tied is None else tied,
         n_prediction=prediction_layers,
+        full_attention_every=full_attention_every,
         extra=extra or {},
     )
     w = _Writer(path, arch, shape, quant, seed, split_tensors)
