@@ -186,7 +186,10 @@ class SchemaRules:
     def _constants(self, schema: dict[str, Any], path: str) -> str:
         """Only the values that hold every other keyword too, so whatever these are, they are held."""
         values = [schema["const"]] if "const" in schema else schema["enum"]
-        validator = jsonschema.Draft202012Validator(self._schema).evolve(schema=schema)
+        checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+        validator = jsonschema.Draft202012Validator(self._schema, format_checker=checker).evolve(
+            schema=schema
+        )
         valid = [value for value in values if _validates(validator, value, path)]
         if not valid:
             keyword = "const" if "const" in schema else "enum"
@@ -444,10 +447,15 @@ def _bound(inclusive: Any, exclusive: Any, tighter: Any) -> tuple[Fraction | Non
     if inclusive is None and exclusive is None:
         return None, False
     if inclusive is None:
-        return Fraction(exclusive), True
+        return _exact(exclusive), True
     if exclusive is None or (tighter(inclusive, exclusive) == inclusive and inclusive != exclusive):
-        return Fraction(inclusive), False
-    return Fraction(exclusive), True
+        return _exact(inclusive), False
+    return _exact(exclusive), True
+
+
+def _exact(value: float) -> Fraction:
+    """The decimal that was written (0.1, not the double next to it): texts are compared with texts."""
+    return Fraction(repr(value))
 
 
 def _validates(validator: Any, value: Any, path: str) -> bool:
