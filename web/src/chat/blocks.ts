@@ -75,7 +75,9 @@ export class BlockFeed {
       if (this.thinking) {
         const close = this.tail.indexOf(CLOSE);
         if (close >= 0) {
-          this.settle(close, ops);
+          const end = blockEnd(this.tail.slice(0, close));
+          this.settle(end === 0 ? close : end, ops);
+          if (end > 0) continue;
           this.drop(CLOSE.length);
           this.thinking = false;
           ops.push({ op: 'think-end' });

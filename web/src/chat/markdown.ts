@@ -80,6 +80,8 @@ export function renderMarkdown(source: string): DocumentFragment {
       ...['table', 'thead', 'tbody', 'tr', 'th', 'td'],
     ],
     ALLOWED_ATTR: ['href', 'title', 'class', 'start', 'type', 'checked', 'disabled', 'data-language', 'tabindex'],
+    // Every other value must look like an address that may be followed.
+    ADD_URI_SAFE_ATTR: ['start', 'type', 'checked', 'disabled', 'data-language', 'tabindex'],
     ALLOWED_URI_REGEXP: /^(?:https?:|mailto:|#)/i,
     ALLOW_DATA_ATTR: false,
     ALLOW_ARIA_ATTR: false,

@@ -15,7 +15,7 @@ export interface Frame {
 /** How the picture is laid out in `width` pixels. */
 export function frameOf(width: number, layers: number, rows: number): Frame {
   const narrow = width < 620;
-  return { width, layers, rows, labelWidth: narrow ? 0 : 190, rowHeight: narrow ? 56 : 42, top: 36 };
+  return { width, layers, rows, labelWidth: narrow ? 0 : 212, rowHeight: narrow ? 62 : 48, top: 36 };
 }
 
 export function heightOf(frame: Frame): number {
@@ -29,10 +29,11 @@ export function xOf(frame: Frame, layer: number): number {
 
 /** Top of a row's bars. */
 export function barTop(frame: Frame, row: number): number {
-  return frame.top + row * frame.rowHeight + (frame.labelWidth === 0 ? 24 : 10);
+  return frame.top + row * frame.rowHeight + (frame.labelWidth === 0 ? 24 : 9);
 }
 
-export const BAR = 22;
+/** Height of a bar: its range is written in the upper half, routes run through the lower. */
+export const BAR = 30;
 
 export interface Bar {
   key: string;
@@ -108,17 +109,16 @@ export function routesOf(frame: Frame, rows: readonly MeshNode[], calls: Iterabl
     }));
 }
 
-/** Lines lie side by side inside the bars: 0, +5, -5, … pixels off their middle. */
+/** Lines lie side by side in the lower half of the bars. */
 function lane(index: number): number {
-  const step = Math.ceil((index % MAX_LINES) / 2) * 3;
-  return index % 2 === 1 ? step : -step;
+  return BAR / 2 + 3 + (index % 3) * 4;
 }
 
 function pathOf(frame: Frame, stages: readonly Stage[], rowOf: (stage: Stage) => number, offset: number): string {
   let path = '';
   let fromY = 0;
   stages.forEach((stage, index) => {
-    const y = barTop(frame, rowOf(stage)) + BAR / 2 + offset;
+    const y = barTop(frame, rowOf(stage)) + offset;
     const left = xOf(frame, stage.start_layer);
     const right = xOf(frame, stage.end_layer + 1);
     const inset = Math.min(7, (right - left) / 4);
