@@ -223,6 +223,8 @@ def parse_chat(body: bytes, limits: Limits = Limits()) -> ChatRequest:
     _refuse_unless_neutral(wire, _CHAT_NEUTRAL)
     tools, choice = _tools(wire, limits)
     form, schema = _response_format(wire.response_format)
+    if wire.stop:
+        _refuse_stop(form, tools, choice)
     return ChatRequest(
         messages=_messages(wire.messages, limits),
         max_tokens=_max_tokens(wire),
@@ -377,6 +379,22 @@ def _chat_logprobs(wire: ChatBody) -> int:
     return -1
 
 
+def _refuse_stop(form: str, tools: tuple[FunctionTool, ...], choice: str) -> None:
+    """What a grammar promises to complete must not be cut by a stop string inside it."""
+    if form != "text":
+        other = "response_format"
+    elif tools and (choice != "auto" or any(tool.strict for tool in tools)):
+        other = "strict tools and a forced tool_choice"
+    else:
+        return
+    raise ApiError(
+        400,
+        f"Invalid 'stop': a stop string could cut the JSON that is asked for; leave out stop or {other}.",
+        code="unsupported_value",
+        param="stop",
+    )
+
+
 def _response_format(form: Any) -> tuple[str, Any]:
     if isinstance(form, JsonObjectFormat):
         return "json_object", None
@@ -522,7 +540,10 @@ def _assistant_text(message: AssistantMessage, at: str) -> str:
     for name in ("annotations", "audio", "function_call"):
         if getattr(message, name) not in (None, []):
             raise ApiError(
-                400, f"'{name}' is not supported in {at}.", code="unsupported_parameter", param=f"{at}.{name}"
+                400,
+                f"'{at}.{name}' is not supported; leave it out.",
+                code="unsupported_parameter",
+                param=f"{at}.{name}",
             )
     content = message.content
     if content is None:
