@@ -1,4 +1,4 @@
-"""A node for the tracker's tests: it speaks the real wire (membership gRPC, Probe, /internal/calls) and computes
+"""A node for the tracker's tests: it speaks the real wire (membership, Probe, /internal/calls), computes
 nothing. What it answers is scripted; what it was asked is recorded.
 """
 
@@ -77,7 +77,7 @@ class Seen:
 
 
 class WireNode:
-    """Start with `await node.start(tracker_grpc)`; stop with `stop()` (orderly) or `vanish()` (as if killed)."""
+    """`start(grpc_address)` joins; `stop()` leaves in order, `vanish()` as if killed."""
 
     def __init__(
         self,

@@ -122,6 +122,7 @@ class Refused:
     status: int
     code: str
     message: str
+    param: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +191,7 @@ class End:
     status: int = 200
     code: str = ""
     message: str = ""
+    param: str | None = None
 
 
 Effect = Place | Repair | Open | Reroute | UseFallback | End
@@ -219,7 +221,7 @@ def step(state: State, event: Event) -> Step:
         case HeadFailed():
             return _head_failed(state, event)
         case Refused():
-            return _end(state, End("failed", event.status, event.code, event.message))
+            return _end(state, End("failed", event.status, event.code, event.message, event.param))
         case Finished():
             return _end(state, End("complete"))
         case Cancelled():

@@ -150,7 +150,7 @@ class Run:
         limit = asyncio.get_running_loop().call_later(
             settings.call_limit_s,
             self.cancel,
-            calls.Cancelled("call_limit", f"a call may take {settings.call_limit_s:.0f} s", failed=True),
+            calls.Cancelled("call_limit", f"a call may take {settings.call_limit_s:g} s", failed=True),
         )
         try:
             try:
@@ -539,7 +539,7 @@ class Run:
     def _refusal(self, error: HeadError) -> calls.Event:
         """The request's fault (4xx), or the node's."""
         if error.status in (400, 413, 422):
-            return calls.Refused(400, error.code, error.message)
+            return calls.Refused(400, error.code, error.message, error.param)
         return self._head_failed(error.code, error.message)
 
     # ------------------------------------------------------------ the end
@@ -604,4 +604,6 @@ def as_error(end: calls.End, retry_after: int | None) -> ApiError:
         kind = "rate_limit_error" if end.status == 429 else "invalid_request_error"
     else:
         kind = "server_error"
-    return ApiError(end.status, end.message, type=kind, code=end.code, retry_after=retry_after)
+    return ApiError(
+        end.status, end.message, type=kind, code=end.code, param=end.param, retry_after=retry_after
+    )
