@@ -49,9 +49,10 @@ class Usage:
         """Counts what the event says. Replayed tokens are in no event, so none counts twice."""
         if isinstance(event, TokenEvent):
             self.completion_tokens += len(event.ids)
-        elif isinstance(event, Opened):
+        elif isinstance(event, Opened) and not self.prompt_tokens:
+            # What a rebuilt session reuses after a failover was computed for this same call.
             self.prompt_tokens = event.prompt_tokens
-            self.cached_tokens = max(self.cached_tokens, event.reused_tokens)
+            self.cached_tokens = event.reused_tokens
 
     def plain(self) -> dict[str, Any]:
         return {
