@@ -1,4 +1,4 @@
-"""Engines in a row, driven like the nodes of a route: tokens into the first, sampled tokens out of the last."""
+"""Engines in a row, driven like the nodes of a route: tokens into the first, samples out of the last."""
 
 from __future__ import annotations
 

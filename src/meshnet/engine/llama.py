@@ -435,9 +435,13 @@ class LlamaEngine:
         )
 
     def _take_checkpoints(self, steps: Sequence[Step], slots: Sequence[_Slot]) -> None:
-        """Before a verifying step, and where a prompt ends."""
+        """Before a step of a few rows, which may be drafts, and where a prompt ends.
+
+        The rule sees nothing but positions and rows, so that all stages of a route have the same checkpoints.
+        """
         for step, slot in zip(steps, slots, strict=True):
-            if step.position and (step.sample > 1 or (step.rows == 1 and slot.rows_before > 1)):
+            drafts = 1 < step.rows <= EXACT_ROWS
+            if step.position and (drafts or (step.rows == 1 and slot.rows_before > 1)):
                 states = tuple(s.save_recurrent(step.slot) for s in self._run_segments(slot))
                 slot.checkpoints.append((step.position, states))
                 del slot.checkpoints[:-KEPT_CHECKPOINTS]
