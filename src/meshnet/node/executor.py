@@ -102,19 +102,23 @@ class Executor:
         self._number = 0
         self._steps = 0
         self._running_since: float | None = None
-        self._ended = False
 
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def running(self) -> bool:
+        """Whether the thread was started and has not ended."""
+        return self._thread.is_alive()
+
     def stop(self) -> None:
         """Ends the thread after what it runs now; what waits is dropped."""
-        self._ended = True
         self._inbox.put(None)
 
     def join(self, timeout: float) -> bool:
         """Waits for the thread's end; False when it is still in the engine."""
-        self._thread.join(timeout)
+        if self._thread.is_alive():
+            self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def submit(self, works: Sequence[Work]) -> None:

@@ -83,6 +83,9 @@ class Link:
         try:
             self._put(message)
             opened = await future
+        except asyncio.CancelledError:
+            self.close(pb.Close(session=message.session, stage=message.stage))
+            raise
         finally:
             self._opening.pop(key, None)
             self._paid(key, -1)
@@ -104,7 +107,7 @@ class Link:
     def close(self, message: pb.Close) -> None:
         """Closes a session there and forgets it here."""
         self.leave((message.session, message.stage))
-        if self.failure is None:
+        with contextlib.suppress(PeerLost):
             self._put(message)
 
     def leave(self, key: Key) -> None:
@@ -113,7 +116,7 @@ class Link:
         self._owed.pop(key, None)
         future = self._opening.pop(key, None)
         if future is not None and not future.done():
-            future.cancel()
+            future.set_exception(PeerLost(self.node_id, "closed", f"{self.node_id} closed the session"))
         if not self.receivers:
             self.idle_since = time.monotonic()
 

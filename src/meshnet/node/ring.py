@@ -6,7 +6,10 @@ One ring per node, bounded in bytes: what was sent longest ago goes first, which
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from meshnet.engine.base import Hidden
 
@@ -24,8 +27,12 @@ class Kept:
     tokens: tuple[int, ...]
 
     @property
+    def rows(self) -> int:
+        return int(self.hidden.shape[0])
+
+    @property
     def end(self) -> int:
-        return self.position + int(self.hidden.shape[0])
+        return self.position + self.rows
 
 
 class SentRing:
@@ -85,3 +92,31 @@ class SentRing:
         for kept in self._runs.pop(session, ()):
             self.bytes -= kept.hidden.nbytes
             del self._order[session, kept.end]
+
+
+def merge(steps: Sequence[Kept], rows: int) -> list[Kept]:
+    """The steps as they are to be sent again: decode steps in a row become one of up to `rows` rows (as many
+    as are proven to give the same bits), prefill chunks stay as they are. Only the last step's token can
+    still be unknown, so only after it is sampled."""
+    merged: list[Kept] = []
+    group: list[Kept] = []
+
+    def close_group() -> None:
+        if group:
+            hidden = np.concatenate([step.hidden for step in group]) if len(group) > 1 else group[0].hidden
+            tokens = tuple(token for step in group for token in step.tokens)
+            merged.append(Kept(group[0].position, hidden, 0, False, tokens))
+            group.clear()
+
+    for step in steps:
+        size = sum(kept.rows for kept in group)
+        if step.prefill or size + step.rows > rows:
+            close_group()
+        if step.prefill:
+            merged.append(replace(step, sample=0))
+        else:
+            group.append(step)
+    close_group()
+    if merged:
+        merged[-1] = replace(merged[-1], sample=steps[-1].sample)
+    return merged

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from meshnet.engine.base import Engine, EngineInfo, Hidden, SamplingParams
+from meshnet.engine.base import Engine, EngineInfo, Hidden, SamplingParams, SelfTest
 from meshnet.node.batching import MAX_DECODE_ROWS, Lane
 from meshnet.node.links import Link
 from meshnet.protocol import dataplane_pb2 as pb
@@ -47,18 +47,31 @@ class Upstream(Protocol):
 class Shard:
     """One loaded shard with its slots. `number` tells it from others in lanes."""
 
-    def __init__(self, number: int, model: str, engine: Engine) -> None:
+    def __init__(self, number: int, model: str, engine: Engine, test: SelfTest) -> None:
         self.number = number
         self.model = model
         self.engine = engine
+        self.test = test
         self.info: EngineInfo = engine.info
+        self.idle = 0
+        """Slots that hold an idle prefix and can be taken."""
         self.accepts = True
         """False while it drains: no new calls."""
         self._free = set(range(engine.info.n_slots))
 
     @property
     def free_slots(self) -> int:
-        return len(self._free)
+        """Slots that a new session can have."""
+        return len(self._free) + self.idle
+
+    @property
+    def busy_slots(self) -> int:
+        return self.info.n_slots - self.free_slots
+
+    @property
+    def mid_shard_entry(self) -> bool:
+        """Whether a session may start at any of its layers."""
+        return len(self.info.entry_layers) == self.info.last - self.info.first + 1
 
     def take_slot(self, hint: int | None = None) -> int | None:
         """The hinted slot or the lowest free one: neighbouring slots run as one piece of work."""
@@ -67,6 +80,10 @@ class Shard:
         slot = hint if hint is not None and hint in self._free else min(self._free)
         self._free.discard(slot)
         return slot
+
+    def spare_slot(self) -> int | None:
+        """A free slot, not taken: for what begins and ends within one turn of the engine thread."""
+        return max(self._free, default=None)
 
     def give_slot(self, slot: int) -> None:
         self._free.add(slot)
@@ -91,7 +108,8 @@ class Outlet:
     answered: int = 0
     sampled: int = 0
     """The sequence after the last sampled step."""
-    waiting: deque[pb.Step] = field(default_factory=deque)
+    waiting: deque[tuple[pb.Step, int]] = field(default_factory=deque)
+    """Each with the sequence of the step that brought its rows, or -1."""
 
     @property
     def may_send(self) -> bool:
@@ -109,6 +127,7 @@ class Session:
     choice: int
     stage: int
     ticket: Ticket
+    ticket_text: str
     shard: Shard
     slot: int
     start: int
@@ -124,13 +143,13 @@ class Session:
     """Positions that are computed or queued."""
     computed: int = 0
     sequence: int = 0
-    pending: int = 0
-    """Steps in the executor, or computed and waiting to be sent on."""
     window: int = CREDITS
     answered: int = 0
     """Of the steps received, the sequence up to which a credit was given."""
     done: int = 0
     """The sequence up to which steps are computed and passed on."""
+    untold: pb.StageTime | None = None
+    """Times of steps that no result has told of yet."""
     waiters: list[tuple[int, asyncio.Future[None]]] = field(default_factory=list)
     """Who waits until so many positions are computed."""
     outlet: Outlet | None = None
@@ -153,6 +172,25 @@ class Session:
     @property
     def lane(self) -> Lane:
         return (self.shard.number, self.start, self.end)
+
+    @property
+    def pending(self) -> int:
+        """Steps that wait for the engine, or are computed and wait to be sent on."""
+        return self.sequence - self.done
+
+    def wake(self) -> None:
+        """Lets those go on who wait until what is computed by now is computed."""
+        for waiter in [waiter for waiter in self.waiters if self.computed >= waiter[0]]:
+            self.waiters.remove(waiter)
+            if not waiter[1].done():
+                waiter[1].set_result(None)
+
+    def fail_waiters(self) -> None:
+        """What they wait for will not be computed."""
+        for _, future in self.waiters:
+            if not future.done():
+                future.set_exception(Refused("closed", f"session {self.id} came to an end"))
+        self.waiters.clear()
 
     def note_tokens(self, position: int, tokens: Sequence[int]) -> None:
         """Remembers the tokens at `position`..; a gap ends what is known."""

@@ -1,0 +1,128 @@
+"""`meshnet node`: hold layers of a model and compute them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import uvloop
+
+from meshnet.node.app import NodeOptions, StartError, make_node
+from meshnet.node.loader import DEFAULT_SLOTS, EngineOptions
+from meshnet.node.logs import set_up_logs
+
+
+def node(
+    tracker: Annotated[str, typer.Option(help="The tracker's address, http://HOST:PORT.")],
+    join_token: Annotated[
+        str, typer.Option(envvar="MESHNET_JOIN_TOKEN", help="Needed the first time (see `meshnet invite`).")
+    ] = "",
+    model: Annotated[str, typer.Option(help="Model id, hf:ORG/REPO/FILE.gguf or path.")] = "",
+    layers: Annotated[str, typer.Option(help="Layers to hold: A-B[,C-D], both ends included.")] = "",
+    name: Annotated[str, typer.Option(help="Name for people (default: the host's).")] = "",
+    threads: Annotated[int | None, typer.Option(min=1, help="Compute threads.")] = None,
+    cores: Annotated[str, typer.Option(help="CPUs to compute on: 0,2 or 0-3.")] = "",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda:N or metal.")] = "auto",
+    gpu_layers: Annotated[int, typer.Option(min=0, help="Layers that go to the GPU.")] = 0,
+    ctx: Annotated[int | None, typer.Option(min=64, help="Positions per session.")] = None,
+    slots: Annotated[int, typer.Option(min=1, max=256, help="Sessions at the same time.")] = DEFAULT_SLOTS,
+    memory: Annotated[int | None, typer.Option(min=1, help="Bytes that the shards may take.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0 takes a free one.")] = 7000,
+    grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="gRPC port; 0 takes a free one.")] = 7001,
+    advertise: Annotated[str, typer.Option(help="Host that others are told to dial.")] = "",
+    entry: Annotated[str, typer.Option(help="Further layers at which sessions may start: 10,20.")] = "",
+    data: Annotated[Path | None, typer.Option(help="Folder for the node's id and credential.")] = None,
+    link_dtype: Annotated[str, typer.Option(help="Hidden states to other nodes: f32 or f16.")] = "f32",
+    no_retry: Annotated[bool, typer.Option("--no-retry", help="End when the tracker is not there.")] = False,
+    log: Annotated[str, typer.Option(help="Form of the log: console or json.")] = "console",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one line of JSON on stdout when ready.")
+    ] = False,
+) -> None:
+    """Run a node: hold layers of a model and compute them."""
+    if model and not layers:
+        _complain("--layers is missing: say which layers of the model to hold, as in --layers 0-14")
+        raise typer.Exit(2)
+    if layers and not model:
+        _complain("--model is missing: say which model's layers to hold")
+        raise typer.Exit(2)
+    for flag, value, choices in (
+        ("log", log, ("console", "json")),
+        ("link-dtype", link_dtype, ("f32", "f16")),
+    ):
+        if value not in choices:
+            _complain(f"--{flag} is {value!r}; {' and '.join(choices)} are possible")
+            raise typer.Exit(2)
+    options = NodeOptions(
+        tracker=tracker,
+        join_token=join_token,
+        model=model,
+        layers=layers,
+        name=name,
+        engine=EngineOptions(
+            threads=threads,
+            cores=_numbers("cores", cores),
+            device=device,
+            gpu_layers=gpu_layers,
+            n_ctx=ctx,
+            n_slots=slots,
+            memory=memory,
+        ),
+        host=host,
+        port=port,
+        grpc_port=grpc_port,
+        advertise=advertise,
+        entry=_numbers("entry", entry),
+        data=data,
+        retry=not no_retry,
+        link_dtype=link_dtype,
+    )
+    # With --json stdout belongs to the one line.
+    set_up_logs("json" if log == "json" else "console", sys.stderr if as_json else sys.stdout)
+    code = 0
+    try:
+        uvloop.run(_run(options, as_json=as_json))
+    except StartError as error:
+        _complain(str(error))
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The engine's thread may be deep in a computation that cannot be broken off; nothing is left to be saved.
+    os._exit(code)
+
+
+async def _run(options: NodeOptions, *, as_json: bool) -> None:
+    running = make_node(options)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, running.interrupt)
+
+    def ready(values: dict[str, Any]) -> None:
+        if as_json:
+            sys.stdout.write(json.dumps(values) + "\n")
+            sys.stdout.flush()
+
+    await running.run(ready)
+
+
+def _numbers(flag: str, text: str) -> tuple[int, ...]:
+    """`"0,2-3"` -> (0, 2, 3)."""
+    found: list[int] = []
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        first, dash, last = part.partition("-")
+        if not (first.isdecimal() and (last.isdecimal() or not dash)):
+            _complain(f"--{flag}: {part!r} is not a number or a range")
+            raise typer.Exit(2)
+        found.extend(range(int(first), int(last or first) + 1))
+    return tuple(dict.fromkeys(found))
+
+
+def _complain(text: str) -> None:
+    sys.stderr.write(f"meshnet node: {text}\n")

@@ -1,0 +1,498 @@
+"""A node, assembled: servers, shards, membership; from its start to its orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import platform
+import secrets
+import socket
+import time
+import urllib.parse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import structlog
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from meshnet import __version__
+from meshnet.engine.base import EngineError
+from meshnet.engine.hardware import choose_devices, hardware_name
+from meshnet.engine.library import load_library
+from meshnet.engine.numerics import numerics_class
+from meshnet.models.errors import ModelError
+from meshnet.models.store import Store
+from meshnet.node.dataplane import DataPlane, DataPlaneServer
+from meshnet.node.headcalls import HeadCalls
+from meshnet.node.http import HttpServer, NodeHttp, listen
+from meshnet.node.identity import Identity, IdentityError, Keeper, default_folder
+from meshnet.node.limits import available_memory, memory_limit, usable_cores
+from meshnet.node.links import Links
+from meshnet.node.loader import EngineOptions, Holding, Loader, LoadError, in_thread, parse_layers, times
+from meshnet.node.measure import LinkMeasurer
+from meshnet.node.membership import JoinFailed, Membership
+from meshnet.node.metrics import Metrics
+from meshnet.node.stages import Stages
+from meshnet.node.verify import Verifier
+from meshnet.process import watch_parent
+from meshnet.protocol import PROTOCOL_VERSION
+from meshnet.protocol import membership_pb2 as pb
+
+JOIN_FIRST_S = 2.0
+"""A node waits so long for its tracker before it loads: the tracker knows which cuts the mesh uses."""
+CUTS_S = 0.05
+DRAIN_S = 120.0
+SWEEP_S = 0.5
+THREAD_END_S = 2.0
+
+log = structlog.get_logger()
+
+
+class StartError(Exception):
+    """The node cannot start or go on; the message says why and what helps."""
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """What `meshnet node` was asked for. Empty `model`: the tracker may place shards here."""
+
+    tracker: str
+    join_token: str = ""
+    model: str = ""
+    layers: str = ""
+    name: str = ""
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    host: str = ""
+    port: int = 7000
+    grpc_port: int = 7001
+    advertise: str = ""
+    entry: tuple[int, ...] = ()
+    data: Path | None = None
+    retry: bool = True
+    link_dtype: str = "f32"
+
+
+class Node:
+    """One node process. `run` is everything."""
+
+    def __init__(self, options: NodeOptions, keeper: Keeper, store: Store) -> None:
+        self.options = options
+        self.node_id = keeper.identity.node_id
+        self.draining = False
+        self.stop = asyncio.Event()
+        self._keeper = keeper
+        self._host = options.host or default_host(options.tracker)
+        self._boot_id = secrets.randbits(63)
+        self._verifier = Verifier()
+        self._links = Links(lambda: self._plane.hello())
+        self._link_dtypes: dict[str, str] = {}
+        self.stages = Stages(
+            self.node_id,
+            self._links,
+            self._verifier.verify,
+            link_dtype=lambda node_id: self._link_dtypes.get(node_id, options.link_dtype),
+        )
+        self.loader = Loader(self.stages, store, options.engine, self._announce)
+        self.heads = HeadCalls(self.stages, self._verifier.verify, self.loader.head_model)
+        self._plane = DataPlane(self.node_id, lambda: self._verifier.mesh_id, self.stages, self.heads)
+        self._grpc = DataPlaneServer(self._plane)
+        metrics = Metrics(self.stages, lambda: len(self.heads), lambda: len(self._links))
+        self._http_app = NodeHttp(
+            self.node_id, self.stages, self.heads, metrics, self.loader.head_model, lambda: self.ready
+        ).app()
+        self._http: HttpServer | None = None
+        self.http_port = 0
+        self._measurer = LinkMeasurer(self._links_measured)
+        self._membership = Membership(options.tracker, self, retry=options.retry)
+        self._directives: asyncio.Queue[pb.Directive] = asyncio.Queue(256)
+        self._drained_by_tracker = False
+        self._hurry = asyncio.Event()
+        self._store = store
+
+    # ---------------------------------------------------------------- life
+
+    async def run(self, ready: Callable[[dict[str, Any]], None]) -> None:
+        """Starts, serves until `stop` is set, drains and ends. Raises StartError."""
+        holdings = await self._plan()
+        await self._listen()
+        self.stages.executor.start()
+        tasks = [
+            asyncio.create_task(self._membership.run(), name="membership"),
+            asyncio.create_task(self._bring_up(holdings, ready), name="bring up"),
+            asyncio.create_task(self._sweep(), name="sweep"),
+            asyncio.create_task(self._measurer.run(), name="links"),
+            asyncio.create_task(self._follow(), name="directives"),
+            asyncio.create_task(watch_parent(self.stop), name="parent"),
+        ]
+        stopping = asyncio.create_task(self.stop.wait())
+        try:
+            await self._serve(stopping, tasks)
+            await self._drain()
+        finally:
+            for task in (*tasks, stopping):
+                task.cancel()
+            await asyncio.gather(*tasks, stopping, return_exceptions=True)
+            await self._shut_down()
+
+    async def _serve(self, stopping: asyncio.Task[Any], tasks: list[asyncio.Task[None]]) -> None:
+        """Until told to stop, or until one of the tasks fails."""
+        waiting: set[asyncio.Task[Any]] = {stopping, *tasks}
+        while True:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {stopping}:
+                error = task.exception()
+                if isinstance(error, JoinFailed | LoadError):
+                    raise StartError(str(error)) from error
+                if error is not None:
+                    raise error
+            if stopping in done:
+                return
+
+    async def _plan(self) -> list[Holding]:
+        """What to load, checked before anything is started. Raises StartError."""
+        options = self.options
+        try:
+            chosen = choose_devices(load_library(), options.engine.device, options.engine.gpu_layers)
+            self._numerics = numerics_class(load_library(), devices=chosen.names, repack=True)
+            self._hardware = hardware_name(chosen)
+            self._device = chosen.names[0] if chosen.names else "cpu"
+            if not options.model:
+                return []
+            stored = await in_thread(lambda: self._store.pull(options.model))
+            model = await in_thread(lambda: self._store.open(stored.id))
+            ranges = parse_layers(options.layers or f"0-{model.n_layers - 1}", model.n_layers)
+            self.loader.check(model, ranges)
+            model = await in_thread(lambda: self._store.identified(model))
+        except (EngineError, ModelError, LoadError) as error:
+            raise StartError(str(error)) from error
+        for cut in options.entry:
+            if not any(first <= cut <= last for first, last in ranges):
+                raise StartError(f"--entry: layer {cut} is not one of those held ({options.layers})")
+        return [self.loader.add(stored.id, model, first, last, options.entry) for first, last in ranges]
+
+    async def _listen(self) -> None:
+        """Opens both ports. Raises StartError."""
+        options = self.options
+        try:
+            listener = listen(self._host, options.port)
+            self.http_port = listener.getsockname()[1]
+            await self._grpc.start(self._host, options.grpc_port)
+        except OSError as error:
+            flag = "--port" if self.http_port == 0 else "--grpc-port"
+            raise StartError(f"{error}; another process may use the port: give another {flag}") from error
+        self._http = HttpServer(self._http_app, listener)
+        self._http.start()
+
+    async def _bring_up(self, holdings: list[Holding], ready: Callable[[dict[str, Any]], None]) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(JOIN_FIRST_S):
+                await self._membership.joined.wait()
+            await asyncio.sleep(CUTS_S)
+        for holding in holdings:
+            await self.loader.load(holding)
+        await self._membership.joined.wait()
+        self._announce()
+        await self._grpc.serving(True)
+        ready(self.describe())
+        log.info("node ready", node=self.node_id, http=self.http_url, grpc=self.grpc_address)
+
+    async def _drain(self) -> None:
+        """Finishes what runs, and takes nothing new; a second stop ends it at once."""
+        self.draining = self.stages.draining = True
+        self._announce()
+        await self._grpc.serving(False)
+        deadline = time.monotonic() + DRAIN_S
+        if self.busy:
+            log.info("draining", sessions=len(self.stages.sessions), calls=len(self.heads))
+        while self.busy and not self._hurry.is_set() and time.monotonic() < deadline:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await self._hurry.wait()
+        await self._membership.leave("stopped")
+
+    async def _shut_down(self) -> None:
+        await self.heads.stop()
+        for session in list(self.stages.sessions.values()):
+            session.upstream.lost(session, self.node_id, "closed", "the node stops")
+            self.stages.discard(session)
+        if self._http is not None:
+            await self._http.stop()
+        await self._grpc.stop(0.1)
+        await self._links.stop()
+        executor = self.stages.executor
+        if executor.running:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(THREAD_END_S):
+                    await self.loader.close()
+        executor.stop()
+        executor.join(THREAD_END_S)
+        self._keeper.close()
+
+    def interrupt(self) -> None:
+        """A signal to stop: the first drains, the second ends at once."""
+        if self.stop.is_set():
+            self._hurry.set()
+        self.stop.set()
+
+    @property
+    def busy(self) -> bool:
+        """Whether calls run here; sessions that wait for another attempt do not count."""
+        return len(self.heads) > 0 or any(s.parked_at is None for s in self.stages.sessions.values())
+
+    @property
+    def ready(self) -> bool:
+        """Everything is loaded, and it takes calls."""
+        held = self.loader.holdings
+        return bool(held) and all(holding.state == "ready" for holding in held) and not self.draining
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            self.stages.sweep(time.monotonic())
+
+    # ---------------------------------------------------------------- what the node says of itself
+
+    @property
+    def address(self) -> str:
+        """The host that others dial."""
+        if self.options.advertise:
+            return self.options.advertise
+        if self._host not in ("0.0.0.0", "::"):  # noqa: S104 - recognised, not bound
+            return self._host
+        return own_address(self.options.tracker)
+
+    @property
+    def http_url(self) -> str:
+        return f"http://{bracketed(self.address)}:{self.http_port}"
+
+    @property
+    def grpc_address(self) -> str:
+        return f"{bracketed(self.address)}:{self._grpc.port}"
+
+    def describe(self) -> dict[str, Any]:
+        """The ready line of `--json`."""
+        return {
+            "node_id": self.node_id,
+            "name": self._name,
+            "http_url": self.http_url,
+            "grpc_address": self.grpc_address,
+            "layers": [[holding.first, holding.last] for holding in self.loader.holdings],
+            "pid": os.getpid(),
+        }
+
+    @property
+    def _name(self) -> str:
+        return self.options.name or socket.gethostname()
+
+    def join_request(self, *, with_token: bool) -> pb.JoinRequest:
+        identity = self._keeper.identity
+        back = bool(identity.credential) and not with_token
+        memory = psutil.virtual_memory().total
+        return pb.JoinRequest(
+            protocol_version=PROTOCOL_VERSION,
+            meshnet_version=__version__,
+            engine_version=f"{load_library().provider}-{load_library().version}",
+            node_id=self.node_id,
+            name=self._name,
+            join_token="" if back else self.options.join_token,
+            credential=identity.credential if back else "",
+            mesh_id=identity.mesh_id if back else "",
+            http_url=self.http_url,
+            grpc_address=self.grpc_address,
+            hardware=pb.Hardware(
+                name=self._hardware,
+                os=f"{platform.system()} {platform.release()}",
+                cores=usable_cores(),
+                memory_bytes=memory,
+                device=self._device,
+            ),
+            shards=self.loader.announce(draining=self.draining),
+            numerics_class=self._numerics,
+            memory_limit_bytes=self.options.engine.memory or memory_limit() or memory,
+            memory_free_bytes=available_memory(),
+            boot_id=self._boot_id,
+            placement_wanted=not self.options.model,
+        )
+
+    def heartbeat(self) -> pb.Heartbeat:
+        stages, state = self.stages, self.stages.state
+        load = stages.executor.load()
+        beat = pb.Heartbeat(
+            latency_ms=state.latency_ms,
+            current_load=state.current_load,
+            served_requests=state.counters.served,
+            failed_requests=state.counters.failed,
+            progress=load.steps,
+            waiting_steps=load.waiting,
+            oldest_step_ms=load.oldest_ms,
+            memory_free_bytes=available_memory(),
+            unix_ms=int(time.time() * 1000),
+            on_battery=on_battery(),
+        )
+        for shard in stages.shards:
+            held = sorted({s.call_id for s in stages.sessions.values() if s.shard is shard})
+            beat.shards.append(
+                pb.ShardHealth(
+                    model=shard.model,
+                    start_layer=shard.info.first,
+                    end_layer=shard.info.last,
+                    free_slots=shard.free_slots,
+                    free_kv_tokens=shard.free_slots * shard.info.n_ctx,
+                    queue_ms=load.queue_ms,
+                    times=times(state.live_test(shard)),
+                    ready=shard.accepts and not self.draining,
+                    sessions=held[: shard.info.n_slots],
+                )
+            )
+        return beat
+
+    def _announce(self) -> None:
+        report = pb.ShardReport(shards=self.loader.announce(draining=self.draining))
+        self._membership.send(pb.NodeMessage(shards=report))
+
+    def _links_measured(self, links: Sequence[pb.LinkTime]) -> None:
+        for link in links:
+            if link.error:
+                log.warning("peer out of reach", peer=link.peer, reason=link.error)
+            else:
+                self.stages.state.note_link(link.peer, link.ms)
+        self._membership.send(pb.NodeMessage(links=pb.LinkReport(links=links)))
+
+    # ---------------------------------------------------------------- what the tracker says
+
+    def welcomed(self, welcome: pb.Welcome) -> None:
+        key = Ed25519PublicKey.from_public_bytes(welcome.ticket_public_key)
+        self._verifier.use(welcome.mesh_id, key)
+        kept = self._keeper.identity
+        fresh = Identity(self.node_id, welcome.mesh_id, welcome.credential or kept.credential)
+        if fresh != kept:
+            self._keeper.keep(fresh)
+        log.info("joined", mesh=welcome.mesh_id, name=welcome.name)
+
+    def peers(self, peers: pb.Peers) -> None:
+        self._link_dtypes = {peer.node_id: peer.dtype for peer in peers.peers if peer.dtype}
+        self._measurer.use(
+            {peer.node_id: peer.grpc_address for peer in peers.peers if peer.node_id != self.node_id}
+        )
+
+    def directed(self, directive: pb.Directive) -> None:
+        kind = directive.WhichOneof("kind")
+        if kind == "close":
+            self.stages.close_call(directive.close.call_id)
+            self._done(directive, "")
+        elif kind == "drain":
+            log.info("drain", on=directive.drain.on, reason=directive.drain.reason)
+            if not self.stop.is_set():
+                self.draining = self.stages.draining = directive.drain.on
+                self._announce()
+            self._done(directive, "")
+        else:
+            if kind == "cuts":
+                self._note_cuts(directive.cuts)
+            try:
+                self._directives.put_nowait(directive)
+            except asyncio.QueueFull:
+                self._done(directive, "too many directives wait")
+
+    def _note_cuts(self, cuts: pb.UseCuts) -> None:
+        """Shards that are not loaded yet load with these cuts at once."""
+        for holding in self.loader.holdings:
+            if holding.shard is None and holding.model_id == cuts.model.lower():
+                holding.wanted |= {cut for cut in cuts.cuts if holding.first < cut <= holding.last}
+
+    async def _follow(self) -> None:
+        """Carries out directives that take long, one after the other."""
+        while True:
+            directive = await self._directives.get()
+            try:
+                await self._carry_out(directive)
+            except (LoadError, ModelError, EngineError) as error:
+                log.warning("directive failed", kind=directive.WhichOneof("kind"), reason=str(error))
+                self._done(directive, str(error))
+            else:
+                self._done(directive, "")
+
+    async def _carry_out(self, directive: pb.Directive) -> None:
+        kind = directive.WhichOneof("kind")
+        if kind == "cuts":
+            await self.loader.use_cuts(directive.cuts.model, directive.cuts.cuts)
+        elif kind == "unload":
+            asked = directive.unload
+            holding = self.loader.find(asked.model, asked.start_layer, asked.end_layer)
+            if holding is None:
+                raise LoadError(
+                    f"no shard {asked.start_layer}-{asked.end_layer} of {asked.model} is loaded here"
+                )
+            await self.loader.unload(holding)
+        elif kind == "load":
+            await self._load(directive.load)
+        else:
+            raise LoadError(f"this version does not know the directive {kind!r}")
+
+    async def _load(self, asked: pb.LoadShard) -> None:
+        stored = await in_thread(lambda: self._store.pull(asked.model))
+        model = await in_thread(lambda: self._store.identified(self._store.open(stored.id)))
+        if asked.fingerprint and model.fingerprint != asked.fingerprint:
+            raise LoadError(f"the file of {asked.model} here is another one than the mesh's")
+        parse_layers(f"{asked.start_layer}-{asked.end_layer}", model.n_layers)
+        self.loader.check(model, [(asked.start_layer, asked.end_layer)])
+        holding = self.loader.add(
+            asked.model.lower(), model, asked.start_layer, asked.end_layer, list(asked.cuts)
+        )
+        await self.loader.load(holding)
+
+    def _done(self, directive: pb.Directive, error: str) -> None:
+        result = pb.DirectiveResult(id=directive.id, ok=not error, error=error)
+        self._membership.send(pb.NodeMessage(result=result))
+
+
+def make_node(options: NodeOptions, store: Store | None = None) -> Node:
+    """A node on its data folder. Inside a running event loop. Raises StartError."""
+    name = options.name or socket.gethostname()
+    folder = options.data or default_folder(f"{name}-{options.port}")
+    try:
+        keeper = Keeper(folder)
+    except IdentityError as error:
+        raise StartError(str(error)) from error
+    return Node(options, keeper, store or Store())
+
+
+def default_host(tracker: str) -> str:
+    """Loopback for a tracker on this machine's loopback, else all interfaces."""
+    url = urllib.parse.urlsplit(tracker if "//" in tracker else f"http://{tracker}")
+    if url.hostname in ("127.0.0.1", "localhost", "::1"):
+        return "127.0.0.1"
+    return "0.0.0.0"  # noqa: S104 - other machines dial it
+
+
+def own_address(tracker: str) -> str:
+    """The address by which this machine reaches the tracker."""
+    url = urllib.parse.urlsplit(tracker if "//" in tracker else f"http://{tracker}")
+    host, port = url.hostname or "127.0.0.1", url.port or 80
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return socket.gethostname()
+
+
+def bracketed(host: str) -> str:
+    """An IPv6 address as it stands in a URL."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def on_battery() -> bool:
+    sensors = getattr(psutil, "sensors_battery", None)
+    if sensors is None:
+        return False
+    try:
+        battery = sensors()
+    except (OSError, RuntimeError):
+        return False
+    return battery is not None and battery.power_plugged is False

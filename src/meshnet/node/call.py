@@ -1,0 +1,435 @@
+"""One call at its head: feeds the route, takes the tokens, says what happened, survives the loss of stages.
+
+A call is one task with an inbox. Tokens, losses and new routes come in; events go out. While a route is
+broken the call is parked: it keeps what it has until the tracker names another route or gives it up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import structlog
+
+from meshnet.engine.base import SamplingParams, Tokens
+from meshnet.engine.tokenizer import Tokenizer
+from meshnet.node.events import EventQueue
+from meshnet.node.feeding import Piece, generated_spans, plan, prompt_spans
+from meshnet.node.links import PeerLost
+from meshnet.node.pipeline import PipelineMeter
+from meshnet.node.prefixes import Spans
+from meshnet.node.sessions import CREDITS, Refused, Session, parse_session, sampling_to_wire, session_id
+from meshnet.node.stages import Opening, Stages
+from meshnet.node.stagesums import StageSums
+from meshnet.node.textout import TextOut
+from meshnet.protocol import calls
+from meshnet.protocol import dataplane_pb2 as pb
+from meshnet.protocol.tickets import Ticket
+
+REROUTE_S = 60.0
+"""A parked call waits this long for a new route."""
+BLAME_S = 0.05
+"""When opening fails, the stage that saw the cause may be telling it on another session."""
+STAGES_EVERY = 32
+"""Tokens between two reports of stage times."""
+REASONS = {"eos": "stop", "grammar": "stop", "stop_string": "stop", "limit": "length", "context": "length"}
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a request comes to, once the model's template and tokenizer were at it. `sampling` is that of
+    choice 0."""
+
+    tokens: Tokens
+    sampling: SamplingParams
+    stops: tuple[str, ...]
+    choices: int
+    show_control: bool
+
+
+class CallFailed(Exception):
+    """The call ends with this error."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.event = calls.CallError(status, code, message)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    choice: int
+    tokens: Sequence[pb.Token]
+    times: Sequence[pb.StageTime]
+
+
+@dataclass(frozen=True, slots=True)
+class _Lost:
+    epoch: int
+    node_id: str
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    ticket: Ticket
+    text: str
+
+
+@dataclass(slots=True)
+class _Choice:
+    index: int
+    out: TextOut
+    generated: list[int] = field(default_factory=list)
+    session: Session | None = None
+    pieces: deque[Piece] = field(default_factory=deque)
+    ended: bool = False
+
+
+class Call:
+    """Made by `headcalls.HeadCalls`; `run` is the body of its task, `events` what it says."""
+
+    def __init__(
+        self,
+        request: calls.GenerateCall,
+        ticket: Ticket,
+        prompt: Prompt,
+        tokenizer: Tokenizer,
+        stages: Stages,
+        meter: PipelineMeter,
+        *,
+        call_id: str,
+        n_ctx: int,
+    ) -> None:
+        self.call_id = call_id
+        self.node_id = stages.node_id
+        self.events = EventQueue()
+        self.epoch = ticket.epoch
+        self._request = request
+        self._ticket, self._ticket_text = ticket, request.ticket
+        self._prompt = prompt
+        self._n_vocab = tokenizer.n_vocab
+        self._stages = stages
+        self._meter = meter
+        self._inbox: asyncio.Queue[_Sampled | _Lost | _Route] = asyncio.Queue()
+        self._parked = False
+        self._feeding = False
+        room = n_ctx - len(prompt.tokens)
+        self._most = min(request.max_tokens, room)
+        self._limited_by = "limit" if request.max_tokens <= room else "context"
+        self._max_positions = len(prompt.tokens) + self._most
+        self._spans: Spans = ()
+        self._sums = StageSums()
+        self._reused = 0
+        self._unreported = 0
+        self._log = log.bind(call=call_id)
+        self._choices = [
+            _Choice(
+                index,
+                TextOut(tokenizer, prompt.stops, show_control=prompt.show_control),
+                ended=index in request.ended,
+            )
+            for index in range(prompt.choices)
+        ]
+
+    # ---------------------------------------------------------------- from outside
+
+    def reroute(self, ticket: Ticket, text: str) -> None:
+        """The tracker names a new route."""
+        self._inbox.put_nowait(_Route(ticket, text))
+
+    def take_result(self, session: str, tokens: Sequence[pb.Token], times: Sequence[pb.StageTime]) -> None:
+        """Tokens of one of the call's sessions, of whatever attempt: a draw is the same in all of them."""
+        _, _, choice = parse_session(session)
+        if choice >= len(self._choices):
+            return
+        held = self._choices[choice].session
+        if held is not None and held.outlet is not None:
+            outlet = held.outlet
+            outlet.answered = max(outlet.answered, outlet.sampled)
+            outlet.link.answered((held.id, outlet.stage), outlet.sampled)
+        self._inbox.put_nowait(_Sampled(choice, tokens, times))
+
+    def credit(self, session: Session) -> None:
+        """The head's own stage has passed on a step: there is room for another."""
+        choice = self._choices[session.choice]
+        if choice.session is session:
+            self._pump(choice)
+            if session.choice == self._first().index and session.computed <= len(self._prompt.tokens):
+                self._tell_prefill(session.computed)
+
+    def lost(self, session: Session, node_id: str, code: str, message: str) -> None:
+        """A session of the call cannot go on."""
+        self._inbox.put_nowait(_Lost(session.epoch, node_id, code, message))
+
+    # ---------------------------------------------------------------- the task
+
+    async def run(self) -> None:
+        """Runs the call to its end. Cancelling it frees everything on every stage."""
+        try:
+            await self._run()
+        except CallFailed as failed:
+            await self.events.put(failed.event)
+        finally:
+            self._close_all()
+            self.events.end()
+
+    async def _run(self) -> None:
+        self._take_resumed()
+        await self._begin()
+        while any(not choice.ended for choice in self._choices):
+            try:
+                async with asyncio.timeout(REROUTE_S if self._parked else None):
+                    message = await self._inbox.get()
+            except TimeoutError:
+                raise CallFailed(503, "route_lost", "no other route was found in time") from None
+            if isinstance(message, _Sampled):
+                await self._take_tokens(message)
+            elif isinstance(message, _Route):
+                await self._take_route(message)
+            elif message.epoch == self.epoch and not self._parked:
+                await self._park(message)
+        output = sum(len(choice.generated) for choice in self._choices)
+        await self._tell_stages()
+        await self.events.put(calls.Done(len(self._prompt.tokens), output, self._reused))
+
+    def _take_resumed(self) -> None:
+        """Tokens that an earlier head has streamed count as generated; their text was shown."""
+        for choice in self._choices:
+            if choice.index < len(self._request.resume):
+                for token in self._request.resume[choice.index]:
+                    choice.generated.append(token)
+                    choice.out.push(token)
+
+    def _first(self) -> _Choice:
+        return next((choice for choice in self._choices if not choice.ended), self._choices[0])
+
+    def _live(self) -> list[_Choice]:
+        return [choice for choice in self._choices if not choice.ended]
+
+    async def _begin(self) -> None:
+        """Opens the first route; several choices share the prompt's computation."""
+        live = self._live()
+        if not live:
+            return
+        prompt = len(self._prompt.tokens)
+        resumed = self.epoch > 0 or any(choice.generated for choice in live)
+        try:
+            opening = await self._open(live[0], attach=resumed)
+        except (Refused, PeerLost) as error:
+            await self._could_not_open(error)
+            return
+        self._reused = opening.position if not resumed else 0
+        await self._tell_opened(opening.spans if not resumed else ())
+        share = len(live) > 1 and not resumed
+        self._plan(live[0], opening.position, replay=resumed, until=prompt - 1 if share else None)
+        try:
+            others = await asyncio.gather(
+                *(self._open(c, attach=resumed, fork_of=live[0] if share else None) for c in live[1:])
+            )
+        except (Refused, PeerLost) as error:
+            await self._could_not_open(error)
+            return
+        if share:
+            self._plan(live[0], prompt - 1, replay=False)
+        for choice, opened in zip(live[1:], others, strict=True):
+            self._plan(choice, opened.position, replay=resumed)
+
+    async def _open(self, choice: _Choice, *, attach: bool, fork_of: _Choice | None = None) -> Opening:
+        stage = self._ticket.stages[0]
+        prompt = self._prompt
+        message = pb.Open(
+            session=session_id(self.call_id, self.epoch, choice.index),
+            ticket=self._ticket_text,
+            stage=0,
+            fingerprint=self._ticket.fingerprint,
+            start_layer=stage.start_layer,
+            end_layer=stage.end_layer,
+            max_positions=self._max_positions,
+            sampling=sampling_to_wire(prompt.sampling),
+            tokens=[*prompt.tokens.tolist(), *choice.generated],
+            prefix_key=self._request.prefix_key,
+            credits=CREDITS,
+            attach=attach,
+        )
+        message.sampling.choice = choice.index
+        if fork_of is not None and fork_of.session is not None:
+            message.fork_of, message.fork_position = fork_of.session.id, len(prompt.tokens) - 1
+        elif self._request.reuse_prefix and not attach:
+            message.reuse_position = len(prompt.tokens) - 1
+        opening = await self._stages.begin(message, self)
+        choice.session = opening.session
+        return opening
+
+    async def _could_not_open(self, error: Refused | PeerLost) -> None:
+        """A route that does not stand is a lost one; what the head itself refuses is its own loss."""
+        await asyncio.sleep(BLAME_S)
+        node_id = error.node_id if isinstance(error, PeerLost) else self.node_id
+        notice = _Lost(self.epoch, node_id, error.code, error.message)
+        while not self._inbox.empty():
+            waiting = self._inbox.get_nowait()
+            if isinstance(waiting, _Lost) and waiting.epoch == self.epoch:
+                notice = waiting
+            elif isinstance(waiting, _Sampled):
+                await self._take_tokens(waiting)
+        await self._park(notice)
+
+    async def _park(self, notice: _Lost) -> None:
+        self._parked = True
+        for choice in self._choices:
+            choice.pieces.clear()
+        self._log.warning("route lost", at=notice.node_id, code=notice.code, reason=notice.message)
+        await self.events.put(calls.LostNode(notice.node_id, notice.code, notice.message))
+
+    async def _take_route(self, route: _Route) -> None:
+        """Opens the call's sessions on a new route; stages that are still there keep theirs."""
+        started = time.monotonic()
+        if route.ticket.epoch <= self.epoch:
+            return
+        before = [choice.session for choice in self._choices if choice.session is not None]
+        self.epoch, self._ticket, self._ticket_text = route.ticket.epoch, route.ticket, route.text
+        self._parked = True
+        live = self._live()
+        try:
+            openings = await asyncio.gather(*(self._open(choice, attach=True) for choice in live))
+        except (Refused, PeerLost) as error:
+            await self._could_not_open(error)
+            return
+        finally:
+            for session in before:  # those that were taken over are closed already
+                if session.epoch < self.epoch:
+                    self._stages.discard(session)
+        self._parked = False
+        await self._tell_opened(())
+        rows = 0
+        for choice, opening in zip(live, openings, strict=True):
+            known = len(self._prompt.tokens) + len(choice.generated)
+            rows += opening.replay_rows + known - opening.position
+            self._plan(choice, opening.position, replay=True)
+        await self.events.put(calls.Rerouted(self.epoch, rows, (time.monotonic() - started) * 1000))
+
+    # ---------------------------------------------------------------- feeding
+
+    def _plan(self, choice: _Choice, position: int, *, replay: bool, until: int | None = None) -> None:
+        """Queues what takes a choice from `position` to all its tokens, or to `until`."""
+        assert choice.session is not None
+        prompt = len(self._prompt.tokens)
+        known = prompt + len(choice.generated)
+        rows = choice.session.shard.info.replay_rows
+        pieces = plan(self._spans, prompt, known, position, rows, replay=replay)
+        choice.pieces.extend(piece for piece in pieces if until is None or piece.end <= until)
+        self._pump(choice)
+
+    def _pump(self, choice: _Choice) -> None:
+        """Feeds what may be fed. Feeding can bring credit at once, so it must not nest."""
+        session = choice.session
+        if session is None or self._feeding:
+            return
+        self._feeding = True
+        try:
+            while choice.pieces and not session.closed and session.pending < session.window:
+                piece = choice.pieces.popleft()
+                self._stages.flow.feed(
+                    session,
+                    piece.start,
+                    self._tokens(choice, piece),
+                    sample=int(piece.sample),
+                    prefill=piece.prefill,
+                    replay=piece.replay,
+                )
+        finally:
+            self._feeding = False
+
+    def _tokens(self, choice: _Choice, piece: Piece) -> Tokens:
+        prompt = self._prompt.tokens
+        if piece.end <= len(prompt):
+            return prompt[piece.start : piece.end]
+        own = np.asarray(
+            choice.generated[max(piece.start - len(prompt), 0) : piece.end - len(prompt)], np.int32
+        )
+        return own if piece.start >= len(prompt) else np.concatenate([prompt[piece.start :], own])
+
+    # ---------------------------------------------------------------- tokens
+
+    async def _take_tokens(self, message: _Sampled) -> None:
+        choice = self._choices[message.choice]
+        session = choice.session
+        if session is not None and message.times:
+            self._sums.add(message.times, self._ticket.stages)
+            costs = self._stages.executor.costs(session.lane)
+            pipeline = self._meter.note(session.lane, message.times, costs)
+            if pipeline is not None:
+                self._stages.executor.observe(session.lane, pipeline)
+        for token in message.tokens:
+            if choice.ended or token.position != len(self._prompt.tokens) + len(choice.generated):
+                continue  # a repeated result
+            if not 0 <= token.token < self._n_vocab:
+                tail = self._ticket.stages[-1].node_id
+                reason = f"the tail sampled token {token.token}, which is not in the vocabulary"
+                self._inbox.put_nowait(_Lost(self.epoch, tail, "bad_step", reason))
+                return
+            await self._take_token(choice, token)
+
+    async def _take_token(self, choice: _Choice, token: pb.Token) -> None:
+        if token.end:
+            await self._end(choice, "grammar" if self._prompt.sampling.grammar else "eos")
+            return
+        choice.generated.append(token.token)
+        shown = choice.out.push(token.token)
+        ended = shown.stopped or len(choice.generated) >= self._most
+        if not ended and not self._parked:
+            known = len(self._prompt.tokens) + len(choice.generated)
+            choice.pieces.append(Piece(known - 1, known, False, False, True))
+            self._pump(choice)
+        wanted = self._prompt.sampling.logprobs >= 0
+        lp = (choice.out.logprob(token),) if wanted else ()
+        await self.events.put(calls.TokenEvent(choice.index, (token.token,), shown.text, lp))
+        self._unreported += 1
+        if self._unreported >= STAGES_EVERY:
+            await self._tell_stages()
+        if ended:
+            await self._end(choice, "stop_string" if shown.stopped else self._limited_by)
+
+    async def _end(self, choice: _Choice, by: str) -> None:
+        choice.ended = True
+        choice.pieces.clear()
+        session = choice.session
+        if session is not None:
+            keep = choice.index == 0 and self._request.reuse_prefix
+            self._stages.close(session.name, keep, self._session_spans(session))
+        text = "" if by == "stop_string" else choice.out.flush()
+        await self.events.put(calls.ChoiceEnd(choice.index, REASONS[by], by, text))
+
+    def _session_spans(self, session: Session) -> Spans:
+        prompt, rows = len(self._prompt.tokens), session.shard.info.replay_rows
+        return (*self._spans, *generated_spans(prompt, session.computed, rows))
+
+    def _close_all(self) -> None:
+        for choice in self._choices:
+            if choice.session is not None:
+                self._stages.discard(choice.session)
+
+    # ---------------------------------------------------------------- telling
+
+    async def _tell_opened(self, reused: Spans) -> None:
+        """Settles how the prompt is cut, once, and says so."""
+        if self._spans:
+            return
+        prompt = len(self._prompt.tokens)
+        self._spans = self._request.spans or prompt_spans(
+            reused, self._reused, prompt, self._request.prompt_chunk, last_alone=len(self._choices) > 1
+        )
+        await self.events.put(calls.Opened(prompt, self._reused, self._spans))
+
+    def _tell_prefill(self, done: int) -> None:
+        self.events.offer(calls.Prefill(done, len(self._prompt.tokens)))
+
+    async def _tell_stages(self) -> None:
+        self._unreported = 0
+        await self.events.put(self._sums.event())

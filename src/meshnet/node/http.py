@@ -1,0 +1,335 @@
+"""The node's HTTP side: calls from the tracker, OpenAI requests with a ticket, health and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from meshnet.node.call import Call
+from meshnet.node.headcalls import HeadCalls
+from meshnet.node.headmodel import HeadModel
+from meshnet.node.metrics import CONTENT_TYPE, Metrics
+from meshnet.node.sessions import Shard
+from meshnet.node.stages import Stages
+from meshnet.protocol import calls
+from meshnet.protocol.chunks import AnswerAssembler, ChunkRenderer, Envelope
+from meshnet.protocol.errors import ApiError
+from meshnet.protocol.openai import (
+    ChatRequest,
+    CompletionRequest,
+    Limits,
+    parse_chat,
+    parse_completion,
+)
+
+MAX_BODY_BYTES = 16 << 20
+DEFAULT_MAX_TOKENS = 1024
+
+_decode_call = msgspec.json.Decoder(calls.GenerateCall).decode
+_decode_reroute = msgspec.json.Decoder(calls.Reroute).decode
+_encode = msgspec.json.Encoder().encode
+
+
+class EventResponse(Response):
+    """A call's events as they come. When the reader goes, the call is cancelled, at once and everywhere."""
+
+    def __init__(
+        self,
+        heads: HeadCalls,
+        call: Call,
+        render: Callable[[calls.AnyEvent], bytes],
+        media_type: str,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(b"", 200, {"cache-control": "no-store", **(headers or {})}, media_type)
+        del self.headers["content-length"]
+        self._heads = heads
+        self._call = call
+        self._render = render
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.create_task(self._send(send))
+        listening = asyncio.create_task(_until_gone(receive))
+        try:
+            await asyncio.wait({sending, listening}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        finally:
+            listening.cancel()
+            sending.cancel()
+            await asyncio.shield(self._heads.cancel(self._call))
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        while events := await self._call.events.take():
+            body = b"".join(self._render(event) for event in events)
+            if body:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class NodeHttp:
+    """The routes. `model_of` gives what a head knows of a shard's model."""
+
+    def __init__(
+        self,
+        node_id: str,
+        stages: Stages,
+        heads: HeadCalls,
+        metrics: Metrics,
+        model_of: Callable[[Shard], HeadModel],
+        ready: Callable[[], bool],
+    ) -> None:
+        self._node_id = node_id
+        self._stages = stages
+        self._heads = heads
+        self._metrics = metrics
+        self._model_of = model_of
+        self._ready = ready
+
+    def app(self) -> Starlette:
+        routes = [
+            Route("/healthz", self._health),
+            Route("/metrics", self._show_metrics),
+            Route("/internal/calls", _guarded(self._start), methods=["POST"]),
+            Route("/internal/calls/{call_id}/reroute", _guarded(self._reroute), methods=["POST"]),
+            Route("/internal/tokenize", _guarded(self._tokenize), methods=["POST"]),
+            Route("/v1/models", _guarded(self._models)),
+            Route("/v1/chat/completions", _guarded(self._chat), methods=["POST"]),
+            Route("/v1/completions", _guarded(self._complete), methods=["POST"]),
+        ]
+        return Starlette(routes=routes)
+
+    # ---------------------------------------------------------------- open
+
+    async def _health(self, _request: Request) -> Response:
+        body = _encode({"ready": self._ready(), **self._stages.state.health()})
+        return Response(body, 200 if self._ready() else 503, media_type="application/json")
+
+    async def _show_metrics(self, _request: Request) -> Response:
+        return Response(self._metrics.render(), media_type=CONTENT_TYPE)
+
+    # ---------------------------------------------------------------- for the tracker
+
+    async def _start(self, request: Request) -> Response:
+        asked = _read(_decode_call, await _body(request))
+        call = await self._heads.start(asked)
+        return EventResponse(
+            self._heads, call, lambda event: calls.encode_event(event) + b"\n", calls.EVENTS_MEDIA_TYPE
+        )
+
+    async def _reroute(self, request: Request) -> Response:
+        self._heads.reroute(request.path_params["call_id"], _read(_decode_reroute, await _body(request)))
+        return Response(status_code=202)
+
+    async def _tokenize(self, request: Request) -> Response:
+        asked = _read(_decode_call, await _body(request))
+        count = calls.TokenCount(await self._heads.tokenize(asked))
+        return Response(_encode(count), media_type="application/json")
+
+    # ---------------------------------------------------------------- for clients with a ticket
+
+    async def _models(self, request: Request) -> Response:
+        self._heads.admit(_ticket(request))
+        listed = [
+            {"id": shard.model, "object": "model", "created": 0, "owned_by": self._node_id}
+            for shard in self._stages.shards
+            if shard.info.is_head
+        ]
+        return Response(_encode({"object": "list", "data": listed}), media_type="application/json")
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._answer(request, "chat", parse_chat)
+
+    async def _complete(self, request: Request) -> Response:
+        return await self._answer(request, "completion", parse_completion)
+
+    async def _answer(
+        self,
+        request: Request,
+        kind: str,
+        parse: Callable[[bytes, Limits], ChatRequest | CompletionRequest],
+    ) -> Response:
+        text = _ticket(request)
+        ticket, shard = self._heads.admit(text)
+        model = self._model_of(shard)
+        body = parse(await _body(request), Limits(n_vocab=model.tokenizer.n_vocab))
+        if body.model.lower() != shard.model:
+            raise ApiError(
+                404,
+                f"The ticket is for model '{shard.model}', not for '{body.model}'.",
+                code="model_not_found",
+                param="model",
+            )
+        asked = calls.GenerateCall(
+            call_id=ticket.call_id,
+            epoch=ticket.epoch,
+            kind=kind,
+            model=shard.model,
+            request=body.to_request(),
+            ticket=text,
+            seed=secrets.randbits(63) if body.seed is None else body.seed,
+            max_tokens=body.max_tokens or DEFAULT_MAX_TOKENS,
+            prefix_key=ticket.call_id,
+        )
+        call = await self._heads.start(asked, part=True)
+        envelope = Envelope(call.call_id, int(time.time()), shard.model, f"fp_{ticket.fingerprint[:16]}")
+        headers = {"x-meshnet-call": call.call_id}
+        if body.stream:
+            renderer = ChunkRenderer(body, envelope, model.tool_format)
+
+            def render(event: calls.AnyEvent) -> bytes:
+                return renderer.feed(_lost_is_final(event))
+
+            return EventResponse(self._heads, call, render, "text/event-stream", headers)
+        assembler = AnswerAssembler(body, envelope, model.tool_format)
+        listening = asyncio.create_task(_until_gone(request.receive))
+        assembling = asyncio.create_task(_assemble(call, assembler))
+        try:
+            await asyncio.wait({listening, assembling}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            listening.cancel()
+            assembling.cancel()
+            await asyncio.shield(self._heads.cancel(call))
+        error = assembler.error
+        if error is not None:
+            raise ApiError(error.status, error.message, type=error.type, code=error.code, param=error.param)
+        if not assembler.done:
+            raise ApiError(499, "the client went away", code="client_gone")
+        return Response(assembler.body(), headers=headers, media_type="application/json")
+
+
+async def _assemble(call: Call, assembler: AnswerAssembler) -> None:
+    while events := await call.events.take():
+        for event in events:
+            assembler.feed(_lost_is_final(event))
+            if assembler.error is not None:
+                return
+
+
+def _lost_is_final(event: calls.AnyEvent) -> calls.AnyEvent:
+    """Nobody reroutes a client's own call: a lost node ends it."""
+    if isinstance(event, calls.LostNode):
+        return calls.CallError(502, "route_lost", f"node {event.node_id} was lost: {event.message}")
+    return event
+
+
+def _guarded(
+    handler: Callable[[Request], Awaitable[Response]],
+) -> Callable[[Request], Awaitable[Response]]:
+    """Errors in OpenAI's shape."""
+
+    async def guarded(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except ApiError as error:
+            headers = {}
+            if error.retry_after is not None:
+                headers["retry-after"] = str(max(1, round(error.retry_after)))
+            return Response(error.body(), error.status, headers, "application/json")
+
+    return guarded
+
+
+def _ticket(request: Request) -> str:
+    """The ticket in X-Meshnet-Route, or as the bearer. Raises ApiError."""
+    text = request.headers.get("x-meshnet-route", "")
+    kind, _, value = request.headers.get("authorization", "").partition(" ")
+    if not text and kind.lower() == "bearer":
+        text = value.strip()
+    if not text:
+        raise ApiError(
+            401,
+            "A node answers only with a ticket: ask the tracker (POST /api/tickets) and send it in "
+            "X-Meshnet-Route or as the bearer token.",
+            type="authentication_error",
+            code="no_ticket",
+        )
+    return text
+
+
+async def _body(request: Request) -> bytes:
+    parts = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > MAX_BODY_BYTES:
+            raise ApiError(413, f"The body has more than {MAX_BODY_BYTES} bytes.", code="body_too_large")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _read(decode: Callable[[bytes], Any], body: bytes) -> Any:
+    try:
+        return decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ApiError(400, f"The body cannot be read: {error}", code="invalid_json") from error
+
+
+class _QuietServer(uvicorn.Server):
+    """Signals belong to whoever runs the process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises OSError with words in it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise OSError(f"{host}:{port} cannot be listened on: {error.strerror or error}") from error
+    listener.setblocking(False)
+    return listener
+
+
+class HttpServer:
+    """Runs the app on the loop that gRPC uses, too."""
+
+    def __init__(self, app: Starlette, listener: socket.socket) -> None:
+        self._listener = listener
+        config = uvicorn.Config(
+            app,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = _QuietServer(config)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]), name="http")
+
+    async def stop(self) -> None:
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task

@@ -1,0 +1,352 @@
+"""Loads and unloads shards: the only module that makes engines, and what the node announces of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import structlog
+
+from meshnet.engine.base import EngineError, SelfTest
+from meshnet.engine.llama import LlamaEngine
+from meshnet.engine.memory import check_memory, memory_need
+from meshnet.models.errors import ModelError
+from meshnet.models.gguf import ModelFile
+from meshnet.models.store import Store
+from meshnet.node.headmodel import HeadModel
+from meshnet.node.health import capacity_score
+from meshnet.node.limits import available_memory, usable_cores
+from meshnet.node.sessions import Shard
+from meshnet.node.stages import Stages
+from meshnet.protocol import membership_pb2 as pb
+
+DEFAULT_SLOTS = 16
+DEFAULT_CTX = 4096
+DRAIN_POLL_S = 0.05
+
+T = TypeVar("T")
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How shards are loaded. `n_ctx` None: the model's own, 4,096 at most. `memory` in bytes."""
+
+    threads: int | None = None
+    cores: tuple[int, ...] = ()
+    device: str = "auto"
+    gpu_layers: int = 0
+    n_ctx: int | None = None
+    n_slots: int = DEFAULT_SLOTS
+    memory: int | None = None
+
+    def context(self, model: ModelFile) -> int:
+        return self.n_ctx or min(model.n_ctx_train or DEFAULT_CTX, DEFAULT_CTX)
+
+
+@dataclass(slots=True)
+class Holding:
+    """One shard that the node is to have: what it is, and how far it is."""
+
+    model_id: str
+    model: ModelFile
+    first: int
+    last: int
+    cuts: frozenset[int]
+    state: str = "loading"
+    progress: float = 0.0
+    error: str = ""
+    shard: Shard | None = None
+    wanted: frozenset[int] = field(default_factory=frozenset)
+    """Cuts to load with next."""
+
+
+class LoadError(Exception):
+    """A shard cannot be loaded; the message says why."""
+
+
+def parse_layers(text: str, n_layers: int | None = None) -> list[tuple[int, int]]:
+    """`"0-14,20-29"` as ranges, both ends inclusive; ranges that touch or overlap become one. Raises
+    LoadError."""
+    ranges = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not (first.isdecimal() and (last.isdecimal() or not dash)):
+            raise LoadError(f"--layers: {part.strip()!r} is not of the form A-B, as in 0-14")
+        a, b = int(first), int(last or first)
+        if b < a:
+            raise LoadError(f"--layers: {part.strip()} ends before it begins")
+        if n_layers is not None and b >= n_layers:
+            raise LoadError(
+                f"--layers: {part.strip()} is outside the model, which has layers 0-{n_layers - 1}"
+            )
+        ranges.append((a, b))
+    merged: list[tuple[int, int]] = []
+    for a, b in sorted(ranges):
+        if merged and a <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], b))
+        else:
+            merged.append((a, b))
+    return merged
+
+
+class Loader:
+    """All shards of a node. `changed` is called when what is announced has changed."""
+
+    def __init__(
+        self, stages: Stages, store: Store, options: EngineOptions, changed: Callable[[], None]
+    ) -> None:
+        self.holdings: list[Holding] = []
+        self._stages = stages
+        self._store = store
+        self._options = options
+        self._changed = changed
+        self._numbers = itertools.count()
+        self._models: dict[int, HeadModel] = {}
+        self._lock = asyncio.Lock()
+
+    # ---------------------------------------------------------------- what is to be held
+
+    def check(self, model: ModelFile, ranges: Sequence[tuple[int, int]]) -> None:
+        """Raises LoadError when the shards together do not fit the memory."""
+        left = self._options.memory if self._options.memory is not None else available_memory()
+        for first, last in ranges:
+            need = memory_need(
+                model, first, last, n_slots=self._options.n_slots, n_ctx=self._options.context(model)
+            )
+            try:
+                check_memory(need, left, model.name, first, last)
+            except EngineError as error:
+                raise LoadError(str(error)) from error
+            left -= need.total
+
+    def add(self, model_id: str, model: ModelFile, first: int, last: int, cuts: Sequence[int]) -> Holding:
+        """Takes a shard on; `load` loads it. `model` must know its fingerprint."""
+        inside = frozenset(cut for cut in cuts if first < cut <= last)
+        holding = Holding(model_id, model, first, last, inside, wanted=inside)
+        self.holdings.append(holding)
+        return holding
+
+    def find(self, model_id: str, first: int, last: int) -> Holding | None:
+        for holding in self.holdings:
+            if (holding.model_id, holding.first, holding.last) == (model_id.lower(), first, last):
+                return holding
+        return None
+
+    def head_model(self, shard: Shard) -> HeadModel:
+        """Tokenizer and template of a head's model."""
+        return self._models[shard.number]
+
+    # ---------------------------------------------------------------- loading
+
+    async def load(self, holding: Holding) -> None:
+        """Loads a shard, measures it and announces it. Raises LoadError."""
+        async with self._lock:
+            await self._load(holding)
+
+    async def _load(self, holding: Holding) -> None:
+        holding.state, holding.progress, holding.error = "loading", 0.0, ""
+        holding.cuts = holding.wanted
+        self._changed()
+        try:
+            shard, model = await self._make(holding)
+        except (EngineError, ModelError, OSError) as error:
+            holding.state, holding.error = "failed", str(error)
+            self._changed()
+            raise LoadError(str(error)) from error
+        if model is not None:
+            self._models[shard.number] = model
+        holding.shard, holding.state, holding.progress = shard, "ready", 1.0
+        self._stages.shards.append(shard)
+        self._stages.state.seed(shard)
+        self._changed()
+        log.info(
+            "shard ready",
+            model=holding.model_id,
+            layers=f"{holding.first}-{holding.last}",
+            entry_layers=list(shard.info.entry_layers),
+            slots=shard.info.n_slots,
+            context=shard.info.n_ctx,
+            decode_ms_per_layer=round(shard.test.decode_ms_per_layer, 4),
+            memory_mb=shard.info.memory_bytes >> 20,
+            threads=shard.engine.describe().get("threads"),
+        )
+
+    async def _make(self, holding: Holding) -> tuple[Shard, HeadModel | None]:
+        options, loop = self._options, asyncio.get_running_loop()
+        last_told = -1.0
+
+        def progress(_what: str, fraction: float) -> None:
+            nonlocal last_told
+            if fraction - last_told >= 0.05:
+                last_told = fraction
+                with contextlib.suppress(RuntimeError):
+                    loop.call_soon_threadsafe(self._progressed, holding, fraction)
+
+        def make() -> LlamaEngine:
+            return LlamaEngine.load(
+                holding.model,
+                holding.first,
+                holding.last,
+                cuts=tuple(sorted(holding.cuts)),
+                n_slots=options.n_slots,
+                n_ctx=options.context(holding.model),
+                threads=options.threads or (len(options.cores) or usable_cores()),
+                cores=options.cores or None,
+                gpu_layers=options.gpu_layers,
+                device=options.device,
+                memory_limit=options.memory if options.memory is not None else available_memory(),
+                progress=progress,
+                store=self._store,
+            )
+
+        # A thread of its own: loading takes long, and pins its thread to the cores of the compute threads.
+        engine = await in_thread(make)
+        test = await self._stages.executor.call(engine.self_test)
+        shard = Shard(next(self._numbers), holding.model_id, engine, test)
+        model = None
+        if shard.info.is_head:
+            model = await in_thread(lambda: HeadModel(holding.model_id, holding.model))
+        return shard, model
+
+    def _progressed(self, holding: Holding, fraction: float) -> None:
+        holding.progress = fraction
+        log.info(
+            "loading",
+            model=holding.model_id,
+            layers=f"{holding.first}-{holding.last}",
+            done=round(fraction, 2),
+        )
+        self._changed()
+
+    # ---------------------------------------------------------------- changes
+
+    async def use_cuts(self, model_id: str, cuts: Sequence[int]) -> None:
+        """Reloads shards that lack an entry layer which the mesh uses, once nothing runs on them. Raises
+        LoadError."""
+        for holding in list(self.holdings):
+            if holding.model_id != model_id.lower():
+                continue
+            inside = frozenset(cut for cut in cuts if holding.first < cut <= holding.last)
+            holding.wanted = holding.cuts | inside
+            if holding.wanted != holding.cuts and holding.shard is not None:
+                async with self._lock:
+                    await self._retire(holding)
+                    await self._load(holding)
+
+    async def unload(self, holding: Holding) -> None:
+        """Gives a shard up, once nothing runs on it."""
+        async with self._lock:
+            await self._retire(holding)
+            if holding in self.holdings:
+                self.holdings.remove(holding)
+            self._changed()
+
+    async def _retire(self, holding: Holding) -> None:
+        shard = holding.shard
+        if shard is None:
+            return
+        shard.accepts = False
+        holding.state = "draining"
+        self._changed()
+        while any(session.shard is shard for session in self._stages.sessions.values()):
+            await asyncio.sleep(DRAIN_POLL_S)
+        self._stages.shards.remove(shard)
+        self._stages.drop_prefixes(shard)
+        holding.shard = None
+        model = self._models.pop(shard.number, None)
+        await self._stages.executor.call(shard.engine.unload)
+        if model is not None:
+            model.close()
+
+    async def close(self) -> None:
+        """Frees everything at once; nothing may run any more."""
+        for holding in self.holdings:
+            shard = holding.shard
+            if shard is not None:
+                holding.shard = None
+                self._stages.shards.remove(shard)
+                await self._stages.executor.call(shard.engine.unload)
+        for model in self._models.values():
+            model.close()
+        self._models.clear()
+
+    # ---------------------------------------------------------------- telling
+
+    def announce(self, *, draining: bool) -> list[pb.Shard]:
+        """All shards as the tracker is told of them."""
+        return [self._announce(holding, draining=draining) for holding in self.holdings]
+
+    def _announce(self, holding: Holding, *, draining: bool) -> pb.Shard:
+        model, shard = holding.model, holding.shard
+        told = pb.Shard(
+            model=holding.model_id,
+            fingerprint=model.fingerprint,
+            arch=model.arch,
+            start_layer=holding.first,
+            end_layer=holding.last,
+            model_layers=model.n_layers,
+            entry_layers=sorted({holding.first, *holding.cuts}),
+            n_slots=self._options.n_slots,
+            n_ctx=self._options.context(model),
+            n_embd=model.n_embd,
+            state="draining" if draining and holding.state == "ready" else holding.state,
+            progress=holding.progress,
+            error=holding.error,
+        )
+        if shard is not None:
+            info, test = shard.info, shard.test
+            told.entry_layers[:] = info.entry_layers
+            told.mid_shard_entry = shard.mid_shard_entry
+            told.n_slots, told.n_ctx = info.n_slots, info.n_ctx
+            told.times.CopyFrom(times(test))
+            told.capacity_score = capacity_score(info, test)
+            told.numerics_class = info.numerics_class
+            told.recurrent = info.recurrent
+            told.memory_bytes = info.memory_bytes
+            head = self._models.get(shard.number)
+            if head is not None:
+                told.card.CopyFrom(head.card())
+        return told
+
+
+def times(test: SelfTest) -> pb.Times:
+    """A self-test as it travels."""
+    return pb.Times(
+        decode_ms_per_layer=test.decode_ms_per_layer,
+        prefill_ms_per_token_layer=test.prefill_ms_per_token_layer,
+        embed_ms=test.embed_ms,
+        output_ms=test.output_ms,
+        batch_ms=test.batch_ms,
+    )
+
+
+async def in_thread(function: Callable[[], T]) -> T:
+    """Runs a function in a thread that is used for nothing else."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(value: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(value)  # type: ignore[arg-type]
+
+    def run() -> None:
+        value, problem = None, None
+        try:
+            value = function()
+        except BaseException as error:
+            problem = error
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(settle, value, problem)
+
+    threading.Thread(target=run, name="loader", daemon=True).start()
+    return await future

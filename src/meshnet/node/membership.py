@@ -1,0 +1,270 @@
+"""The line to the tracker: finds it, joins, sends heartbeats and reports, takes directives, comes back.
+
+A tracker that is not there is tried for ever, at growing pauses of at most 3 seconds; what is loaded stays
+loaded meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import random
+import urllib.parse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+import structlog
+
+from meshnet.protocol import membership_pb2 as pb
+from meshnet.protocol.membership_pb2_grpc import MembershipStub
+
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 3.0
+WELCOME_S = 5.0
+INFO_S = 3.0
+MAX_INFO_BYTES = 64 << 10
+OUTBOX = 256
+
+log = structlog.get_logger()
+
+
+class JoinFailed(Exception):
+    """The tracker will not have this node, or is not to be waited for; the message names the remedy."""
+
+
+class TrackerGone(Exception):
+    """The tracker cannot be reached, or its stream broke; worth trying again."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinInfo:
+    """What a tracker's `/api/join-info` says."""
+
+    mesh_id: str
+    grpc_address: str
+
+
+def read_join_info(tracker: str) -> JoinInfo:
+    """Asks a tracker where its membership service is. Blocks. Raises TrackerGone and JoinFailed."""
+    url = urllib.parse.urlsplit(tracker if "//" in tracker else f"http://{tracker}")
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise JoinFailed(f"--tracker {tracker!r} is not an address of the form http://HOST:PORT")
+    kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
+    try:
+        connection = kind(url.hostname, url.port or (443 if url.scheme == "https" else 8080), timeout=INFO_S)
+    except ValueError as error:
+        raise JoinFailed(f"--tracker {tracker!r}: {error}") from error
+    try:
+        connection.request(
+            "GET", url.path.rstrip("/") + "/api/join-info", headers={"accept": "application/json"}
+        )
+        answer = connection.getresponse()
+        body = answer.read(MAX_INFO_BYTES)
+    except (OSError, http.client.HTTPException) as error:
+        raise TrackerGone(
+            f"cannot reach the tracker at {tracker}: {error or type(error).__name__}"
+        ) from error
+    finally:
+        connection.close()
+    if answer.status >= 500:
+        raise TrackerGone(f"the tracker at {tracker} answers with status {answer.status}")
+    try:
+        info = json.loads(body)
+        host, _, port = str(info["grpc_address"]).rpartition(":")
+        if host in ("", "0.0.0.0", "[::]", "::"):  # noqa: S104 - recognised, not bound
+            host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
+        return JoinInfo(str(info["mesh_id"]), f"{host}:{int(port)}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise JoinFailed(
+            f"at {tracker} there is no meshnet tracker (its /api/join-info cannot be read)"
+        ) from error
+
+
+class Side(Protocol):
+    """What the membership client asks of the node."""
+
+    def join_request(self, *, with_token: bool) -> pb.JoinRequest: ...
+
+    def heartbeat(self) -> pb.Heartbeat: ...
+
+    def welcomed(self, welcome: pb.Welcome) -> None: ...
+
+    def directed(self, directive: pb.Directive) -> None: ...
+
+    def peers(self, peers: pb.Peers) -> None: ...
+
+
+_Stream = grpc.aio.StreamStreamCall[pb.NodeMessage, pb.TrackerMessage]
+
+
+class Membership:
+    """`run` is its task; it ends by JoinFailed, by cancellation, or after `leave`."""
+
+    def __init__(
+        self, tracker: str, side: Side, *, retry: bool = True, chance: Callable[[], float] = random.random
+    ) -> None:
+        self.joined = asyncio.Event()
+        """Set while the tracker knows this node."""
+        self._tracker = tracker
+        self._side = side
+        self._retry = retry
+        self._chance = chance
+        self._outbox: asyncio.Queue[pb.NodeMessage] = asyncio.Queue(OUTBOX)
+        self._leaving = False
+        self._sequence = 0
+
+    async def run(self) -> None:
+        """Keeps the node a member."""
+        pause = FIRST_PAUSE_S
+        with_token = False
+        while not self._leaving:
+            was_joined = False
+            try:
+                await self._visit(with_token=with_token)
+            except _Again as again:
+                with_token = again.with_token
+                if again.with_token:
+                    continue
+                problem = str(again)
+            except TrackerGone as gone:
+                problem = str(gone)
+            else:
+                problem = "the tracker ended the stream"
+            was_joined = self.joined.is_set()
+            self.joined.clear()
+            if self._leaving:
+                return
+            if not self._retry:
+                raise JoinFailed(f"{problem}; it is not tried again because of --no-retry")
+            if was_joined:
+                pause = FIRST_PAUSE_S
+            wait = pause * (0.5 + self._chance() / 2)
+            log.warning("no tracker", reason=problem, next_try_s=round(wait, 2))
+            await asyncio.sleep(wait)
+            pause = min(pause * 1.7, LONGEST_PAUSE_S)
+
+    def send(self, message: pb.NodeMessage) -> bool:
+        """Queues a report; False while there is no tracker, or when it does not read."""
+        if not self.joined.is_set():
+            return False
+        try:
+            self._outbox.put_nowait(message)
+        except asyncio.QueueFull:
+            return False
+        return True
+
+    async def leave(self, reason: str) -> None:
+        """Says good-bye, where there is somebody to say it to, and ends `run`."""
+        self._leaving = True
+        if self.send(pb.NodeMessage(leaving=pb.Leaving(reason=reason))):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    while not self._outbox.empty():
+                        await asyncio.sleep(0.01)
+                    await asyncio.sleep(0.05)
+
+    async def _visit(self, *, with_token: bool) -> None:
+        info = await asyncio.to_thread(read_join_info, self._tracker)
+        options = [("grpc.max_receive_message_length", 4 << 20), ("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(info.grpc_address, options=options) as channel:
+            call = MembershipStub(channel).Join()
+            try:
+                await call.write(pb.NodeMessage(join=self._side.join_request(with_token=with_token)))
+                try:
+                    async with asyncio.timeout(WELCOME_S):
+                        first = await call.read()
+                except TimeoutError:
+                    raise TrackerGone(f"the tracker at {info.grpc_address} does not answer") from None
+                if first is grpc.aio.EOF:
+                    raise TrackerGone(f"the tracker at {info.grpc_address} closed the stream")
+                if first.HasField("refused"):
+                    self._refused(first.refused, with_token=with_token)
+                if not first.HasField("welcome"):
+                    raise JoinFailed(f"the tracker at {self._tracker} does not speak this protocol")
+                await self._stay(call, first.welcome)
+            except grpc.aio.AioRpcError as error:
+                raise TrackerGone(
+                    f"the tracker at {info.grpc_address}: {error.details() or error.code().name}"
+                ) from error
+            finally:
+                call.cancel()
+
+    def _refused(self, refused: pb.Refused, *, with_token: bool) -> None:
+        text = f"the tracker refuses this node: {refused.message}"
+        if refused.remedy:
+            text += f"; {refused.remedy}"
+        if refused.retry:
+            raise _Again(text)
+        if not with_token and self._side.join_request(with_token=True).join_token:
+            raise _Again(text, with_token=True)
+        raise JoinFailed(text)
+
+    async def _stay(self, call: _Stream, welcome: pb.Welcome) -> None:
+        while not self._outbox.empty():
+            self._outbox.get_nowait()
+        self._side.welcomed(welcome)
+        self.joined.set()
+        heard = asyncio.get_running_loop().time
+        last = heard()
+        interval = max(welcome.heartbeat_ms, 100) / 1000
+        patience = max(3 * welcome.lease_ms / 1000, 3 * interval)
+        writer = asyncio.create_task(self._write(call, interval))
+        try:
+            while True:
+                read = asyncio.ensure_future(call.read())
+                done, _ = await asyncio.wait(
+                    {read, writer}, timeout=patience, return_when=asyncio.FIRST_COMPLETED
+                )
+                if writer in done:
+                    read.cancel()
+                    writer.result()
+                if read not in done:
+                    read.cancel()
+                    raise TrackerGone(f"the tracker said nothing for {heard() - last:.0f} s")
+                message = read.result()
+                last = heard()
+                if not isinstance(message, pb.TrackerMessage):  # the end of the stream
+                    return
+                self._take(message)
+        finally:
+            writer.cancel()
+
+    async def _write(self, call: _Stream, interval: float) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            wait = due - loop.time()
+            if wait <= 0:
+                beat = self._side.heartbeat()
+                self._sequence += 1
+                beat.sequence = self._sequence
+                await call.write(pb.NodeMessage(heartbeat=beat))
+                due = max(due + interval, loop.time())
+                continue
+            try:
+                async with asyncio.timeout(wait):
+                    message = await self._outbox.get()
+            except TimeoutError:
+                continue
+            await call.write(message)
+
+    def _take(self, message: pb.TrackerMessage) -> None:
+        kind = message.WhichOneof("kind")
+        if kind == "directive":
+            self._side.directed(message.directive)
+        elif kind == "peers":
+            self._side.peers(message.peers)
+        elif kind == "refused":
+            self._refused(message.refused, with_token=True)
+
+
+class _Again(Exception):
+    """Try again, with the join token where the credential was refused."""
+
+    def __init__(self, text: str, *, with_token: bool = False) -> None:
+        super().__init__(text)
+        self.with_token = with_token
