@@ -13,6 +13,7 @@ from meshnet.tracker.books import schema
 from meshnet.tracker.books.ledger import ALL_TIME
 from meshnet.tracker.books.prices import BASIS
 from meshnet.tracker.books.records import MICRO, CheckReport
+from meshnet.tracker.books.storage import pairs
 
 MAX_PROBLEMS: Final = 100
 KINDS: Final = ("reserve", "settle", "release", "refund")
@@ -60,7 +61,7 @@ def _check_balances(connection: Connection, problems: _Problems) -> None:
     )
     sums = connection.execute(select(moves.c.book, func.sum(moves.c.amount)).group_by(moves.c.book))
     proven = {book: int(amount) for book, amount in sums}
-    stored = dict(connection.execute(select(balances.book, balances.amount)).tuples().all())
+    stored = pairs(connection, select(balances.book, balances.amount))
     for book in sorted(proven.keys() | stored.keys()):
         if proven.get(book, 0) != stored.get(book, 0):
             problems.add(
@@ -153,9 +154,7 @@ def _check_spending(connection: Connection, problems: _Problems) -> None:
         (calls.status == "settled", calls.charge),
         else_=0,
     )
-    proven = dict(
-        connection.execute(select(calls.key_id, func.sum(spent)).group_by(calls.key_id)).tuples().all()
-    )
+    proven = pairs(connection, select(calls.key_id, func.sum(spent)).group_by(calls.key_id))
     spending = schema.key_spending.c
     by_month = func.sum(case((spending.period == ALL_TIME, 0), else_=spending.amount))
     in_all = func.sum(case((spending.period == ALL_TIME, spending.amount), else_=0))

@@ -23,7 +23,7 @@ from meshnet.tracker.books import schema
 from meshnet.tracker.books.audit import check
 from meshnet.tracker.books.migration import current_revision, newest_revision
 from meshnet.tracker.books.records import BooksError, CheckReport
-from meshnet.tracker.books.storage import Storage, database_url
+from meshnet.tracker.books.storage import Storage, database_url, pairs
 from meshnet.tracker.books.trackers import BEAT_MS
 
 PAGE: Final = 5_000
@@ -207,7 +207,7 @@ async def tracker_runs(where: str | Path) -> bool:
             return {}
         trackers = schema.trackers.c
         alive = select(trackers.id, trackers.beats).where(trackers.ended_at.is_(None))
-        return dict(connection.execute(alive).tuples().all())
+        return pairs(connection, alive)
 
     storage = await Storage.open(where, upgrade=False)
     try:

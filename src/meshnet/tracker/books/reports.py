@@ -17,7 +17,7 @@ from meshnet.tracker.books.audit import check
 from meshnet.tracker.books.batch import read_work
 from meshnet.tracker.books.ledger import ALL_TIME, account_book, held_book, month
 from meshnet.tracker.books.records import BooksError, CheckReport, Entry, KeyInfo, Work
-from meshnet.tracker.books.storage import Storage
+from meshnet.tracker.books.storage import Storage, pairs
 
 PAGE: Final = 1_000
 DAY_MS: Final = 86_400_000
@@ -199,12 +199,9 @@ class Reports:
 
         def read(connection: Connection) -> KeyStanding:
             account = find_account(connection, key.account_id)
-            spent = dict(
-                connection.execute(
-                    select(spending.c.period, spending.c.amount).where(spending.c.key_id == key.id)
-                )
-                .tuples()
-                .all()
+            spent = pairs(
+                connection,
+                select(spending.c.period, spending.c.amount).where(spending.c.key_id == key.id),
             )
             return KeyStanding(
                 key,
@@ -238,7 +235,7 @@ class Reports:
         books = select(schema.balances).where(schema.balances.c.book.like("node:%"))
 
         def read(connection: Connection) -> tuple[Sequence[Any], dict[str, int]]:
-            return connection.execute(done).all(), dict(connection.execute(books).tuples().all())
+            return connection.execute(done).all(), pairs(connection, books)
 
         rows, earned = await self._storage.read(read)
         nodes = {row[0]: (int(row[1]), int(row[2]), int(row[3])) for row in rows}

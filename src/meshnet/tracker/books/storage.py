@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
-from sqlalchemy import URL, Connection, Engine, Table, create_engine, event, make_url
+from sqlalchemy import URL, Connection, Engine, Select, Table, create_engine, event, make_url
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
@@ -210,6 +210,11 @@ class Storage:
         if self._writer is not None:
             self._writer.dispose()
             self._writer = None
+
+
+def pairs(connection: Connection, query: Select[Any]) -> dict[Any, Any]:
+    """The rows of a query of two columns, as a mapping from the first to the second."""
+    return {row[0]: row[1] for row in connection.execute(query)}
 
 
 def upsert(
