@@ -99,6 +99,9 @@ class Cases:
                 )
             )
             _note(connection, case.opened_at, f"{case.cause}_opened", case.reason, case.call_id)
+            if case.cause == "suspect":
+                for node_id in dict.fromkeys(case.route):
+                    _note(connection, case.opened_at, "suspect", case.reason, case.call_id, node_id)
 
         await self._storage.write(write)
 

@@ -16,11 +16,11 @@ from typing import Final, Literal
 from meshnet.routing import NodeTimes
 from meshnet.tracker.books.cases import Event
 
-MarkKind = Literal["failed", "unconfirmed", "passed", "good"]
+MarkKind = Literal["failed", "suspect", "unconfirmed", "passed", "good"]
 
-KEEPS: Final[Mapping[str, float]] = {"failed": 0.4, "unconfirmed": 0.8}
-"""What is left of trust after a failed check, and after a suspect ending that nothing confirmed."""
-EARNS: Final[Mapping[str, float]] = {"passed": 0.25, "good": 0.02}
+KEEPS: Final[Mapping[str, float]] = {"failed": 0.4, "suspect": 0.9, "unconfirmed": 0.95}
+"""What is left of trust after a failed check, after a suspect ending, and when nothing confirmed that one."""
+EARNS: Final[Mapping[str, float]] = {"passed": 0.5, "good": 0.02}
 """What part of the missing trust a passed check earns, and a call whose samples count."""
 
 RECOVERY_MS: Final = 30 * 60_000
@@ -47,6 +47,7 @@ class Standing:
     score: float = 1.0
     at: int = 0
     failed: int = 0
+    suspect: int = 0
     unconfirmed: int = 0
     passed: int = 0
     marks: tuple[MarkRecord, ...] = field(default=())
@@ -72,6 +73,7 @@ def marked(standing: Standing, kind: MarkKind, now: int, call_id: str = "", deta
         before,
         score=score,
         failed=before.failed + (kind == "failed"),
+        suspect=before.suspect + (kind == "suspect"),
         unconfirmed=before.unconfirmed + (kind == "unconfirmed"),
         passed=before.passed + (kind == "passed"),
         marks=(*before.marks, MarkRecord(now, kind, call_id, detail))[-KEPT_MARKS:],
@@ -108,7 +110,7 @@ class Trust:
 
     def apply(self, event: Event) -> None:
         """Takes a mark from the stored events: one's own, another tracker's, or one of before a restart."""
-        if event.node_id is not None and event.kind in ("failed", "unconfirmed", "passed"):
+        if event.node_id is not None and event.kind in ("failed", "suspect", "unconfirmed", "passed"):
             kind: MarkKind = event.kind  # type: ignore[assignment]
             self.mark([event.node_id], kind, event.at, event.call_id or "", event.detail)
 
