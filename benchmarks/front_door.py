@@ -46,6 +46,8 @@ class Proxy:
     bursts: dict[int, list[Burst]] = field(default_factory=dict)
     rates: list[tuple[float, float]] = field(default_factory=list)
     """(events per CPU second, events per second) of each unthrottled round."""
+    paced: list[float] = field(default_factory=list)
+    """Events per CPU second of each round in which tokens come one by one; all else of a call included."""
 
 
 def quantile(values: list[float], share: float) -> float:
@@ -141,13 +143,18 @@ async def measure(
     """Interleaved rounds at one number of streams."""
     stagger = arguments.tokens * arguments.interval_ms / 1000
     for _ in range(arguments.repeats):
-        for target, into in [
-            (base, direct),
-            *((proxy.target, proxy.bursts.setdefault(streams, [])) for proxy in proxies),
-        ]:
-            made = await burst(target, streams, arguments.requests, arguments.tokens, stagger)
-            made.check(target.name)
-            into.append(made)
+        direct.append(await round_of(arguments, base, streams, stagger))
+        for proxy in proxies:
+            before = cpu_seconds(proxy.pid)
+            made = await round_of(arguments, proxy.target, streams, stagger)
+            proxy.paced.append(made.events / (cpu_seconds(proxy.pid) - before))
+            proxy.bursts.setdefault(streams, []).append(made)
+
+
+async def round_of(arguments: argparse.Namespace, target: Target, streams: int, stagger: float) -> Burst:
+    made = await burst(target, streams, arguments.requests, arguments.tokens, stagger)
+    made.check(target.name)
+    return made
 
 
 async def flood(arguments: argparse.Namespace, proxies: list[Proxy]) -> None:
@@ -195,22 +202,26 @@ def report(arguments: argparse.Namespace, direct: dict[int, list[Burst]], proxie
     latency.notes.append(versions())
     latency.publish("front_door", keep=arguments.keep)
     rates = Table(
-        "Front door: streamed events, upstream unthrottled",
-        ("through", "events / CPU s", "min", "max", "events / s", "this / LiteLLM, per CPU s"),
+        "Front door: streamed events per CPU second",
+        ("through", "unthrottled", "min", "max", "events / s", "/ LiteLLM", "token by token", "/ LiteLLM "),
     )
-    rival_rate = [quantile([r for r, _ in p.rates], 0.5) for p in proxies if p.target.name == "LiteLLM"]
+    rivals = [proxy for proxy in proxies if proxy.target.name == "LiteLLM"]
     for proxy in proxies:
         per_cpu = [rate for rate, _ in proxy.rates]
-        middle = quantile(per_cpu, 0.5)
-        ratio = f"{middle / rival_rate[0]:.1f}" if rival_rate and proxy.target.name != "LiteLLM" else "-"
-        wall = quantile([rate for _, rate in proxy.rates], 0.5)
+        middle, paced = quantile(per_cpu, 0.5), quantile(proxy.paced, 0.5)
+        times = ["-", "-"]
+        if rivals and proxy not in rivals:
+            times = [
+                f"{middle / quantile([rate for rate, _ in rivals[0].rates], 0.5):.1f}",
+                f"{paced / quantile(rivals[0].paced, 0.5):.1f}",
+            ]
         rates.add(
             proxy.target.name,
-            f"{middle:,.0f}",
-            f"{min(per_cpu):,.0f}",
-            f"{max(per_cpu):,.0f}",
-            f"{wall:,.0f}",
-            ratio,
+            *(f"{middle:,.0f}", f"{min(per_cpu):,.0f}", f"{max(per_cpu):,.0f}"),
+            f"{quantile([rate for _, rate in proxy.rates], 0.5):,.0f}",
+            times[0],
+            f"{paced:,.0f}",
+            times[1],
         )
     rates.notes.append(
         f"{FAST_STREAMS} streams of {arguments.fast_tokens} tokens, {arguments.repeats} rounds"
