@@ -50,6 +50,8 @@ class Script:
     tokens: int = 8
     interval_s: float = 0.0
     first_s: float = 0.0
+    last_s: float = 0.0
+    """Between the last token and the end."""
     prompt_tokens: int = 5
     prefill_steps: int = 0
     prefill_step_s: float = 0.0
@@ -413,6 +415,7 @@ class WireNode:
                     await emit(TokenEvent(choice, (100 + k,), f" t{k}" + "x" * script.pad))
             if script.interval_s:
                 await asyncio.sleep(script.interval_s)
+        await asyncio.sleep(script.last_s)
         await self._hitches(seen, emit)
         await emit(Stages(self.stage_times(seen, sum(done))))
         ends = [ChoiceEnd(c, script.reason, script.by) for c in range(n) if c not in call.ended]

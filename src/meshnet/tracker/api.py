@@ -73,10 +73,10 @@ def answer(value: Any, status: int = 200, headers: dict[str, str] | None = None)
 
 async def json_body(request: Request) -> dict[str, Any]:
     """The body as a JSON object; empty counts as {}. Raises ApiError."""
-    check_json(request.scope)
     body = await read_body(request.scope, request.receive, SMALL_BODY, 30.0)
     if not body:
         return {}
+    check_json(request.scope)
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -209,9 +209,10 @@ class Api:
 
     def _model(self, model_id: str, default: str) -> dict[str, Any]:
         shelf = self.t.shelf
-        aliases = sorted(alias for alias, target in shelf.aliases.items() if target == model_id)
         model = shelf.models()[model_id]
-        return model_view(model, self.t.tuning.of(model_id), aliases, model_id == default, self._own_url())
+        return model_view(
+            model, self.t.tuning.of(model_id), shelf.names(model), model_id == default, self._own_url()
+        )
 
     def _own_url(self) -> str:
         settings = self.t.settings

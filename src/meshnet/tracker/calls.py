@@ -132,11 +132,14 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """By the client (client_gone, cancelled), a limit (stalled_reader, call_limit) or a shutdown."""
+    """By the client (client_gone, cancelled), a limit (stalled_reader, call_limit) or a shutdown.
+
+    `failed_with` is a status of our own fault; without one the call counts as cancelled.
+    """
 
     code: str
     message: str
-    failed: bool = False
+    failed_with: int | None = None
 
 
 Event = (
@@ -225,8 +228,9 @@ def step(state: State, event: Event) -> Step:
         case Finished():
             return _end(state, End("complete"))
         case Cancelled():
-            outcome: Outcome = "failed" if event.failed else "cancelled"
-            return _end(state, End(outcome, 499 if not event.failed else 504, event.code, event.message))
+            if event.failed_with is None:
+                return _end(state, End("cancelled", 499, event.code, event.message))
+            return _end(state, End("failed", event.failed_with, event.code, event.message))
 
 
 def _end(state: State, end: End) -> Step:

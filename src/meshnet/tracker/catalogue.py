@@ -58,12 +58,14 @@ def known_fingerprint(nodes: Iterable[Node], model_id: str, but: str = "") -> tu
 
 
 def build_models(nodes: Iterable[Node], now: float) -> dict[str, Model]:
-    """All models of connected nodes, by id, in the order of the ids."""
+    """All models by id, in the order of the ids; also those that only lost nodes held, which are all gap."""
     shards: dict[str, list[tuple[Node, Shard]]] = {}
-    for node in nodes:
-        if node.connected:
-            for shard in node.shards:
-                shards.setdefault(shard.model, []).append((node, shard))
+    for node in sorted(nodes, key=lambda node: not node.connected):
+        for shard in node.shards:
+            known = shards.setdefault(shard.model, [])
+            # A lost node's other file under the same id says nothing any more.
+            if not known or known[0][1].fingerprint == shard.fingerprint:
+                known.append((node, shard))
     return {model_id: _model(model_id, shards[model_id], now) for model_id in sorted(shards)}
 
 
@@ -77,7 +79,7 @@ def _model(model_id: str, held: list[tuple[Node, Shard]], now: float) -> Model:
     for node, shard in held:
         card = card or shard.card
         if not (shard.usable and node.routable(now)):
-            loading = loading or shard.state in ("loading", "ready")
+            loading = loading or (node.connected and shard.state in ("loading", "ready"))
             continue
         n_ctx = shard.n_ctx if n_ctx == 0 else min(n_ctx, shard.n_ctx)
         for layer in range(shard.start_layer, min(shard.end_layer, layers - 1) + 1):

@@ -15,7 +15,11 @@ def set_up_logs(form: Literal["console", "json"], stream: TextIO) -> None:
     if form == "json":
         renderer = structlog.processors.JSONRenderer()
     else:
-        renderer = structlog.dev.ConsoleRenderer(colors=stream.isatty())
+        renderer = structlog.dev.ConsoleRenderer(
+            colors=stream.isatty(),
+            # Without the values of local variables: prompts and keys may be among them.
+            exception_formatter=structlog.dev.plain_traceback,
+        )
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,

@@ -39,6 +39,7 @@ class Card:
     n_vocab: int = 0
     quantisation: str = ""
     bytes: int = 0
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

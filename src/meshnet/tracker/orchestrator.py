@@ -159,7 +159,7 @@ class Orchestrator:
 
     def cancel_all(self, message: str) -> None:
         for run in list(self._runs.values()):
-            run.cancel(calls.Cancelled("shutdown", message, failed=True))
+            run.cancel(calls.Cancelled("shutdown", message, failed_with=503))
 
     @property
     def running(self) -> int:

@@ -150,14 +150,16 @@ class Run:
         limit = asyncio.get_running_loop().call_later(
             settings.call_limit_s,
             self.cancel,
-            calls.Cancelled("call_limit", f"a call may take {settings.call_limit_s:g} s", failed=True),
+            calls.Cancelled("call_limit", f"a call may take {settings.call_limit_s:g} s", failed_with=504),
         )
         try:
             try:
                 end = await self._drive()
             except asyncio.CancelledError:
                 interrupted = self._interrupt is not None
-                why = self._interrupt or calls.Cancelled("shutdown", "the tracker shuts down", failed=True)
+                why = self._interrupt or calls.Cancelled(
+                    "shutdown", "the tracker shuts down", failed_with=503
+                )
                 end = self._take(why)
                 if interrupted and self._task is not None:
                     self._task.uncancel()
@@ -167,7 +169,13 @@ class Run:
                 return result
             except Exception as error:
                 log.exception("a call ran into a fault of the tracker", call_id=self.order.call_id)
-                end = self._take(calls.Cancelled("internal_error", f"{type(error).__name__}", failed=True))
+                end = self._take(
+                    calls.Cancelled(
+                        "internal_error",
+                        f"the tracker ran into a fault: {type(error).__name__}",
+                        failed_with=500,
+                    )
+                )
             return await self._finish(end)
         finally:
             limit.cancel()

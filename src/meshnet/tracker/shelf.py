@@ -10,7 +10,7 @@ from meshnet.tracker.roster import Roster
 
 
 class Shelf:
-    """`aliases` maps further names, in lower case, to model ids."""
+    """`aliases` maps further names, in lower case, to model ids; they go before what heads announce."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
@@ -31,7 +31,14 @@ class Shelf:
     def find(self, name: str) -> Model | None:
         models = self.models()
         wanted = name.lower()
-        return models.get(wanted) or models.get(self.aliases.get(wanted, ""))
+        found = models.get(wanted) or models.get(self.aliases.get(wanted, ""))
+        return found or next((model for model in models.values() if wanted in model.card.aliases), None)
+
+    def names(self, model: Model) -> list[str]:
+        """The further names that lead to a model, set here or announced by its heads."""
+        given = {alias for alias, target in self.aliases.items() if target == model.model_id}
+        announced = {a for a in model.card.aliases if self.find(a) is model}
+        return sorted(given | announced)
 
     def default_id(self) -> str:
         """The model that a client without a wish gets: as set, else the first complete one."""

@@ -12,6 +12,7 @@ MAX_SHARDS = 64
 MAX_TEXT = 256
 MAX_LABELS = 32
 MAX_TEMPLATE = 256 << 10
+MAX_ALIASES = 16
 MAX_SLOTS = 4_096
 
 
@@ -86,6 +87,7 @@ def read_shard(shard: pb.Shard, numerics_class: str) -> Shard:
             n_vocab=shard.card.n_vocab,
             quantisation=text(shard.card.quantisation, 64),
             bytes=shard.card.bytes,
+            aliases=tuple(text(alias, 128).lower() for alias in shard.card.aliases[:MAX_ALIASES]),
         )
     return Shard(
         model=text(shard.model).lower(),
