@@ -18,6 +18,6 @@ export default defineConfig({
     chunkSizeWarningLimit: 300,
   },
   server: { proxy: { '/api': tracker, '/v1': tracker } },
-  test: { include: ['test/**/*.test.ts'], environment: 'jsdom' },
+  test: { include: ['test/**/*.test.ts'], environment: 'node' },
   resolve: process.env.VITEST ? { conditions: ['browser'] } : undefined,
 });

@@ -132,6 +132,8 @@ class ScriptedTracker:
         self.silent_until = 0.0
         self.stopped_streams = 0
         self.numbers = itertools.count(1)
+        self.base = ""
+        """Where it serves, once it does."""
         self.app = web.Application(client_max_size=8 << 20)
         self._tasks: set[asyncio.Task[None]] = set()
         self._runner: web.AppRunner | None = None

@@ -1,3 +1,4 @@
+// @vitest-environment jsdom
 import { beforeEach, describe, expect, it, vi } from 'vitest';
 import { CONSOLE_LIMIT, Live, mergeConsole } from '../src/api/live.svelte';
 import type { Call, ConsoleEvent } from '../src/api/types';

@@ -1,3 +1,4 @@
+// @vitest-environment jsdom
 import { describe, expect, it } from 'vitest';
 import { seriesOf, stacked } from '../src/accounts/spending';
 import type { DaySpending } from '../src/accounts/types';

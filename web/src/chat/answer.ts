@@ -104,7 +104,7 @@ export async function readAnswer(response: Response, sink: AnswerSink): Promise<
       for (const event of items.events) reader.event(event);
     });
   } catch (cause) {
-    if (cause instanceof Object && 'name' in cause && cause.name === 'AbortError') throw cause;
+    if ((cause as { name?: unknown } | null)?.name === 'AbortError') throw cause;
     // A broken connection, or an event cut in its middle: keep what came.
   }
   return reader.end();

@@ -64,7 +64,7 @@ const marked = new Marked({
 
 const purifier = DOMPurify(window);
 purifier.addHook('afterSanitizeAttributes', (node) => {
-  if (node.tagName !== 'A') return;
+  if (node.tagName !== 'A' || !node.hasAttribute('href')) return;
   node.setAttribute('target', '_blank');
   node.setAttribute('rel', 'noopener noreferrer');
 });
