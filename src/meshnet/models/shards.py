@@ -10,6 +10,7 @@ import asyncio
 import os
 import shutil
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +60,8 @@ class ShardCache:
         while (held := self._hold(path)) is None:
             with FileLock.take(_lock_of(path)):
                 if not path.exists():
-                    self.make_room(plan.copy_bytes + len(plan.header))
+                    _remove_debris(path)
+                    self.make_room(plan.copy_bytes + len(plan.header), path)
                     write_slice(plan, path, progress)
         return held
 
@@ -75,7 +77,7 @@ class ShardCache:
                 continue
             with lock:
                 if not path.exists():
-                    await asyncio.to_thread(self.make_room, plan.copy_bytes + len(plan.header))
+                    await asyncio.to_thread(self.make_room, plan.copy_bytes + len(plan.header), path)
                     await fetch(path)
         return held
 
@@ -105,8 +107,11 @@ class ShardCache:
             found.append(CachedShard(path, allocated_bytes(path), used))
         return sorted(found, key=lambda shard: (shard.used_ns, shard.path.name))
 
-    def make_room(self, n_bytes: int) -> None:
-        """Remove unused slices, the longest unused first, until `n_bytes` more fit limit and disk."""
+    def make_room(self, n_bytes: int, wanted: Path) -> None:
+        """Remove unused slices and unfinished fetches, the longest unused first, until `wanted` fits.
+
+        `n_bytes` is what it will take; limit and free disk both have to allow it.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         if n_bytes > self.limit_bytes:
             raise StoreFull(
@@ -114,13 +119,13 @@ class ShardCache:
                 "bytes; raise MESHNET_SHARD_BYTES or take fewer layers"
             )
         with FileLock.take(self.folder / ".room.lock"):
-            shards = self.shards()
-            total = sum(shard.n_bytes for shard in shards)
-            for shard in shards:
+            removable = sorted([*self.shards(), *self._unfinished(wanted)], key=lambda each: each.used_ns)
+            total = sum(each.n_bytes for each in removable)
+            for each in removable:
                 if total + n_bytes <= self.limit_bytes and self._disk_has(n_bytes):
                     return
-                if self._remove(shard.path):
-                    total -= shard.n_bytes
+                if self._remove(each.path):
+                    total -= each.n_bytes
             if total + n_bytes > self.limit_bytes:
                 raise StoreFull(
                     f"{self.folder}: {n_bytes} bytes are needed, {total} of {self.limit_bytes} are in use by "
@@ -133,6 +138,15 @@ class ShardCache:
                     f"{SPARE_DISK_BYTES} stay so; free some, or set MESHNET_CACHE to another disk"
                 )
 
+    def _unfinished(self, wanted: Path) -> list[CachedShard]:
+        """Slices whose fetch broke off, by the path that they would get; that of `wanted` is left alone."""
+        found = []
+        for part in self.folder.glob(".*.gguf.part"):
+            path = self.folder / part.name[1:].removesuffix(".part")
+            if path != wanted and not path.exists():
+                found.append(CachedShard(path, allocated_bytes(part), part.stat().st_mtime_ns))
+        return found
+
     def _disk_has(self, n_bytes: int) -> bool:
         return shutil.disk_usage(self.folder).free >= n_bytes + SPARE_DISK_BYTES
 
@@ -143,6 +157,9 @@ class ShardCache:
         with lock:
             try:
                 path.unlink(missing_ok=True)
+                _remove_debris(path)
+                for suffix in ("part", "part.json"):
+                    path.with_name(f".{path.name}.{suffix}").unlink(missing_ok=True)
             except PermissionError:  # Windows: somebody has it mapped
                 return False
             lock.path.unlink(missing_ok=True)
@@ -155,10 +172,17 @@ class ShardCache:
         if not path.exists():
             lock.release()
             return None
-        os.utime(lock.path)
+        now = time.time_ns()  # finer than the clock that the system stamps files with
+        os.utime(lock.path, ns=(now, now))
         with self._guard:
             self._held.setdefault(path, []).append(lock)
         return path
+
+
+def _remove_debris(path: Path) -> None:
+    """What a process left that was killed while it wrote this slice; call with its lock held."""
+    for left in path.parent.glob(f".{path.name}.*.part"):
+        left.unlink(missing_ok=True)
 
 
 def _lock_of(path: Path) -> Path:
