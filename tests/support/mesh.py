@@ -151,8 +151,7 @@ def run_demo(folder: Path, *arguments: str, env: Mapping[str, str] | None = None
     try:
         yield Demo(process, process.line())
     finally:
-        if process.popen.poll() is None:
-            process.stop()
+        process.stop()
 
 
 @dataclass
@@ -260,7 +259,7 @@ class Mesh:
         for process in alive:
             process.signal(signal.SIGCONT)
             process.signal(signal.SIGTERM)
-        for process in alive:
+        for process in reversed(self._spent):
             process.stop()
 
 

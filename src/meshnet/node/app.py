@@ -172,7 +172,10 @@ class Node:
         for cut in options.entry:
             if not any(first <= cut <= last for first, last in ranges):
                 raise StartError(f"--entry: layer {cut} is not one of those held ({options.layers})")
-        return [self.loader.add(stored.id, model, first, last, options.entry) for first, last in ranges]
+        return [
+            self.loader.add(stored.id, model, first, last, options.entry, stored.aliases)
+            for first, last in ranges
+        ]
 
     async def _listen(self) -> None:
         """Opens both ports. Raises StartError."""
@@ -441,7 +444,7 @@ class Node:
         parse_layers(f"{asked.start_layer}-{asked.end_layer}", model.n_layers)
         self.loader.check(model, [(asked.start_layer, asked.end_layer)])
         holding = self.loader.add(
-            asked.model.lower(), model, asked.start_layer, asked.end_layer, list(asked.cuts)
+            asked.model.lower(), model, asked.start_layer, asked.end_layer, list(asked.cuts), stored.aliases
         )
         await self.loader.load(holding)
 

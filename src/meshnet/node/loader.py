@@ -58,6 +58,7 @@ class Holding:
     first: int
     last: int
     cuts: frozenset[int]
+    aliases: tuple[str, ...] = ()
     state: str = "loading"
     progress: float = 0.0
     error: str = ""
@@ -125,10 +126,18 @@ class Loader:
                 raise LoadError(str(error)) from error
             left -= need.total
 
-    def add(self, model_id: str, model: ModelFile, first: int, last: int, cuts: Sequence[int]) -> Holding:
+    def add(
+        self,
+        model_id: str,
+        model: ModelFile,
+        first: int,
+        last: int,
+        cuts: Sequence[int],
+        aliases: Sequence[str] = (),
+    ) -> Holding:
         """Takes a shard on; `load` loads it. `model` must know its fingerprint."""
         inside = frozenset(cut for cut in cuts if first < cut <= last)
-        holding = Holding(model_id, model, first, last, inside, wanted=inside)
+        holding = Holding(model_id, model, first, last, inside, aliases=tuple(aliases), wanted=inside)
         self.holdings.append(holding)
         return holding
 
@@ -312,6 +321,7 @@ class Loader:
             head = self._models.get(shard.number)
             if head is not None:
                 told.card.CopyFrom(head.card())
+                told.card.aliases[:] = holding.aliases
         return told
 
 
