@@ -15,6 +15,8 @@ import pytest
 from support.llama_c import Rows, Stage, generate
 from support.random_gguf import CUTTABLE
 
+from meshnet.engine.base import Step
+from meshnet.engine.llama import LlamaEngine
 from meshnet.models.architecture import layer_output_name
 from meshnet.models.gguf import ModelFile
 from meshnet.models.slice import plan_slice, write_slice
@@ -102,6 +104,28 @@ def test_variants(arch: str, options: dict[str, object], random_models: RandomMo
         chosen, cut_logits = run_cut(model, borders, tokens, tmp_path)
         assert chosen == expected, borders
         assert np.array_equal(cut_logits, logits), borders
+
+
+def test_a_tail_with_filler_in_front_stops_early(random_models: RandomModel, tmp_path: Path) -> None:
+    """The zeros in front shift the blocks of a tail; a stage that stops inside it must tap the right one."""
+    model = ModelFile.open(random_models("qwen3next", n_layers=6))
+    rows = np.random.default_rng(0).standard_normal((5, model.n_embd)).astype(np.float32)
+    stopped = []
+    for last in (4, 5):
+        path = write_slice(plan_slice(model, 4, last), tmp_path / f"{last}.gguf")
+        shard = ModelFile.open(path)
+        assert shard.filler_before == (1 if last == 5 else 0)
+        with Stage(path, layer_output_name(shard, 4)) as stage:
+            stopped.append(stage.step(0, rows))
+    assert np.array_equal(*stopped)
+    for first, last in ((4, 4), (4, 5)):
+        engine = LlamaEngine.load(model, first, last, n_slots=1, n_ctx=64, max_rows=8)
+        engine.open(0, entry=4, exit=4)
+        hidden = engine.run([Step(0, 0, hidden=rows)])[0].hidden
+        assert hidden is not None
+        assert np.array_equal(hidden, stopped[0])
+        engine.unload()
+    assert np.abs(stopped[0] - rows).max() > 1
 
 
 def test_real_model(smollm2: ModelFile, tmp_path: Path) -> None:

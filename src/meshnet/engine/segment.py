@@ -21,6 +21,7 @@ from meshnet.engine.bindings import OPTIONAL, Batch, ProgressCallback
 from meshnet.engine.library import Library, forget_messages, last_messages, listen
 from meshnet.engine.numerics import EXACT_ROWS
 from meshnet.engine.tap import Tap
+from meshnet.models.gguf import ModelFile
 
 PARTIAL_STATE = 1
 """LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: the recurrent part of a sequence's state."""
@@ -80,6 +81,7 @@ class Segment:
         """Bytes by use (`model`, `repacked`, `KV`, `RS`, `compute`, `output`), as llama.cpp reported them."""
         self._api = library.api
         self._options = options
+        self._filler_before = ModelFile.open(path).filler_before
         self._model: int | None = None
         self._context: int | None = None
         forget_messages()
@@ -214,7 +216,8 @@ class Segment:
         if until is None:
             self._tap.disarm()
         else:
-            self._tap.arm(f"{self._options.layer_output}-{until - self.first}")
+            block = until - self.first + self._filler_before
+            self._tap.arm(f"{self._options.layer_output}-{block}")
         self._choose_kernel(total)
         forget_messages()
         status = self._api.llama_decode(self._context, batch)
