@@ -19,7 +19,7 @@ class Judge:
         self.tokenizer = tokenizer
 
     def load(self, gbnf: str) -> Grammar:
-        return Grammar(self.tokenizer._api, self.tokenizer._vocabulary, self.tokenizer.n_vocab, gbnf)
+        return self.tokenizer.grammar(gbnf)
 
     def lets_end(self, grammar: Grammar, text: str) -> bool:
         """Whether the grammar takes the text, token by token, and then the end."""

@@ -7,6 +7,7 @@ that was not asked about before.
 from __future__ import annotations
 
 import ctypes as c
+import time
 
 import numpy as np
 import numpy.typing as npt
@@ -14,15 +15,19 @@ import numpy.typing as npt
 from meshnet.engine.base import EngineError
 from meshnet.engine.bindings import TokenData, TokenDataArray
 
+MAX_TEXT = 1 << 18
+BUDGET_S = 1.0
+CHUNK = 1024
 CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
 
 class Grammar:
     """One session's state in a grammar. `close` frees it; the vocabulary's model must outlive it."""
 
-    def __init__(self, api: c.CDLL, vocabulary: int, n_vocab: int, text: str) -> None:
+    def __init__(self, api: c.CDLL, vocabulary: int, text: str) -> None:
         self._api = api
-        self._n_vocab = n_vocab
+        if len(text) > MAX_TEXT:
+            raise EngineError(f"the grammar has {len(text)} characters, more than {MAX_TEXT}; simplify it")
         if "\0" in text:
             raise EngineError("the grammar contains a NUL character; remove it")
         self._sampler = api.llama_sampler_init_grammar(vocabulary, text.encode(), b"root")
@@ -38,14 +43,22 @@ class Grammar:
         self._api.llama_sampler_apply(self._sampler, c.byref(self._one_array))
         return bool(self._one.logit > -1e30)
 
-    def allowed(self) -> npt.NDArray[np.bool_]:
-        """For every token, whether it may come next, shape (n_vocab,). Takes milliseconds."""
-        candidates = np.zeros(self._n_vocab, dtype=CANDIDATE)
-        candidates["id"] = np.arange(self._n_vocab, dtype=np.int32)
-        array = TokenDataArray(candidates.ctypes.data, self._n_vocab, -1, False)
-        self._api.llama_sampler_apply(self._sampler, c.byref(array))
-        mask = np.zeros(self._n_vocab, dtype=np.bool_)
-        mask[candidates["id"]] = candidates["logit"] > -1e30
+    def allowed(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """For each of the tokens, whether it may come next. Thousands of them take milliseconds.
+
+        Raises EngineError where the grammar is so ambiguous that it takes more than BUDGET_S.
+        """
+        mask = np.zeros(len(tokens), dtype=np.bool_)
+        started = time.monotonic()
+        for start in range(0, len(tokens), CHUNK):
+            part = tokens[start : start + CHUNK]
+            candidates = np.zeros(len(part), dtype=CANDIDATE)
+            candidates["id"] = part
+            array = TokenDataArray(candidates.ctypes.data, len(part), -1, False)
+            self._api.llama_sampler_apply(self._sampler, c.byref(array))
+            mask[start : start + CHUNK] = candidates["logit"] > -1e30
+            if time.monotonic() - started > BUDGET_S:
+                raise EngineError(f"the grammar takes more than {BUDGET_S:g} s for one token; simplify it")
         return mask
 
     def accept(self, token: int) -> None:

@@ -340,7 +340,7 @@ class LlamaEngine:
             raise EngineError("this engine was unloaded")
 
     def _grammar(self, text: str) -> Grammar:
-        return Grammar(self._api, self._vocabulary, self._info.n_vocab, text)
+        return Grammar(self._api, self._vocabulary, text)
 
     def _sampler(self, params: SamplingParams) -> SlotSampler:
         return SlotSampler(params, self._info.n_vocab, self._eog, self._grammar)

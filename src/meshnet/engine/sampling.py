@@ -5,7 +5,7 @@ min-p, one draw. A draw is a hash of (seed, choice, position) turned into [0, 1)
 cumulative distribution of what was kept, in a stable order, so it depends on nothing that came before: a
 session rebuilt elsewhere from its tokens goes on with the same draws.
 
-A grammar is asked about the drawn token first; only when it refuses are all tokens masked and a second,
+A grammar is asked about the drawn token first; only when it refuses is the distribution masked and a second,
 independent draw made, which gives the same distribution as masking first (rejection sampling).
 """
 
@@ -24,6 +24,9 @@ Logits = npt.NDArray[np.float32]
 Weights = npt.NDArray[np.float32]
 MAX_LOGPROBS = 20
 BLOCK = 256
+LIKELIEST = (256, 4096)
+"""How many of the likeliest tokens a grammar is asked about before it is asked about all."""
+NEGLIGIBLE = 1e-3
 
 _MASK = (1 << 64) - 1
 
@@ -63,8 +66,8 @@ def check_params(params: SamplingParams, n_vocab: int) -> None:
     for token, bias in params.logit_bias:
         if not 0 <= token < n_vocab:
             raise EngineError(f"sampling: logit_bias names token {token} of a vocabulary of {n_vocab}")
-        if math.isnan(bias):
-            raise EngineError(f"sampling: logit_bias of token {token} is not a number")
+        if math.isnan(bias) or bias == math.inf:
+            raise EngineError(f"sampling: logit_bias of token {token} is {bias}, which is out of its range")
 
 
 def log_sum_exp(logits: Logits) -> float:
@@ -333,8 +336,36 @@ class SlotSampler:
         if self._grammar_at < len(self._generated):  # an end token was generated before
             return self._generated[-1], True
         if not grammar.allows(token):
-            mask = grammar.allowed()
-            if not mask.any():
+            masked = self._mask(adjusted, grammar)
+            if masked is None:
                 return min(self._eog, default=token), True
-            token = draw(np.where(mask, adjusted, np.float32(-np.inf)), self.params, position, 1)
+            token = draw(masked, self.params, position, 1)
         return token, token in self._eog
+
+    def _mask(self, logits: Logits, grammar: Grammar) -> Logits | None:
+        """The logits with -inf for what the grammar refuses; None if it refuses everything.
+
+        Asks about the likeliest tokens first and stops when all others together weigh less than a thousandth
+        of those allowed: they count as refused then.
+        """
+        weights = logits - logits.max()
+        if self.params.temperature > 0.0:
+            weights *= np.float32(1.0 / max(self.params.temperature, 1e-6))
+        np.exp(weights, out=weights)
+        total = float(weights.sum(dtype=np.float64))
+        for count in (*LIKELIEST, len(logits)):
+            if count < len(logits):
+                least = np.partition(logits, len(logits) - count)[len(logits) - count]
+                ids = _largest(logits, count, least)
+            else:
+                ids = np.arange(len(logits))
+            kept = ids[grammar.allowed(ids.astype(np.int32)) & (logits[ids] > -np.inf)]
+            rest = total - float(weights[ids].sum(dtype=np.float64))
+            enough = self.params.greedy or rest <= NEGLIGIBLE * float(weights[kept].sum(dtype=np.float64))
+            if count >= len(logits) or (len(kept) and enough):
+                break
+        if not len(kept):
+            return None
+        masked = np.full_like(logits, -np.inf)
+        masked[kept] = logits[kept]
+        return masked

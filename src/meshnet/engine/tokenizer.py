@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshnet.engine.base import EngineError
+from meshnet.engine.grammar import Grammar
 from meshnet.engine.library import last_messages, load_library
 
 _FIRST_PIECE = 64
@@ -30,16 +31,17 @@ class Tokenizer:
         self._model: int | None = self._api.llama_model_load_from_file(str(path).encode(), params)
         if not self._model:
             raise EngineError(f"{Path(path).name}: its vocabulary cannot be read: {last_messages()}")
-        self._vocabulary: int = self._api.llama_model_get_vocab(self._model)
-        self.n_vocab: int = self._api.llama_vocab_n_tokens(self._vocabulary)
+        self.vocabulary: int = self._api.llama_model_get_vocab(self._model)
+        """Address of llama.cpp's vocabulary."""
+        self.n_vocab: int = self._api.llama_vocab_n_tokens(self.vocabulary)
         if self.n_vocab == 0:
             self.close()
             raise EngineError(f"{Path(path).name}: it has no vocabulary; take the head's or the tail's file")
-        self.bos: int = self._api.llama_vocab_bos(self._vocabulary)
-        self.eos: int = self._api.llama_vocab_eos(self._vocabulary)
-        self.adds_bos: bool = bool(self._api.llama_vocab_get_add_bos(self._vocabulary))
+        self.bos: int = self._api.llama_vocab_bos(self.vocabulary)
+        self.eos: int = self._api.llama_vocab_eos(self.vocabulary)
+        self.adds_bos: bool = bool(self._api.llama_vocab_get_add_bos(self.vocabulary))
         self.eog: frozenset[int] = frozenset(
-            token for token in range(self.n_vocab) if self._api.llama_vocab_is_eog(self._vocabulary, token)
+            token for token in range(self.n_vocab) if self._api.llama_vocab_is_eog(self.vocabulary, token)
         )
         self._pieces: dict[int, bytes] = {}
 
@@ -59,7 +61,7 @@ class Tokenizer:
             tokens = np.empty(room, dtype=np.int32)
             # llama.cpp's own flag adds an end token as well where the metadata says so: not wanted here
             count: int = self._api.llama_tokenize(
-                self._vocabulary, data, len(data), tokens.ctypes.data, room, False, special
+                self.vocabulary, data, len(data), tokens.ctypes.data, room, False, special
             )
             if count >= 0:
                 break
@@ -86,13 +88,13 @@ class Tokenizer:
         size = _FIRST_PIECE
         while True:
             buffer = c.create_string_buffer(size)
-            count: int = self._api.llama_token_to_piece(self._vocabulary, token, buffer, size, 0, special)
+            count: int = self._api.llama_token_to_piece(self.vocabulary, token, buffer, size, 0, special)
             if count >= 0:
                 return buffer.raw[:count]
             size = -count
 
     def is_control(self, token: int) -> bool:
-        return bool(self._api.llama_vocab_is_control(self._vocabulary, token))
+        return bool(self._api.llama_vocab_is_control(self.vocabulary, token))
 
     def decode(self, tokens: npt.NDArray[np.int32] | list[int], *, special: bool = False) -> str:
         """The text of tokens; bytes that are not UTF-8 become U+FFFD."""
@@ -103,6 +105,10 @@ class Tokenizer:
     def stream(self, *, special: bool = False) -> StreamDecoder:
         """A decoder for one call's tokens as they come."""
         return StreamDecoder(self, special=special)
+
+    def grammar(self, text: str) -> Grammar:
+        """The start of a GBNF grammar over this vocabulary, which must outlive it. Raises EngineError."""
+        return Grammar(self._api, self.vocabulary, text)
 
     def close(self) -> None:
         """Free the vocabulary; the tokenizer cannot be used afterwards."""
