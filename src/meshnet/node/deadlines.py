@@ -1,4 +1,4 @@
-"""When a peer is dead: from measured times, never from an open socket. Pure."""
+"""When a peer is dead: by measured times and signs of progress, never by an open socket. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 FLOOR_S = 2.0
-DECODE_CEILING_S = 10.0
+CEILING_S = 10.0
 DECODE_FACTOR = 20.0
 PREFILL_FACTOR = 4.0
 OPEN_S = 5.0
@@ -16,20 +16,37 @@ POLL_AFTER = 1 / 3
 HELLO_S = 3.0
 """Time to connect and to be greeted."""
 
-Verdict = Literal["ok", "poll", "dead"]
+Verdict = Literal["ok", "poll", "silent", "stuck"]
 
 
-def decode_deadline(decode_ms: float, chunk_ms: float) -> float:
-    """Seconds without any progress after which a peer that owes a decode step is dead.
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """Seconds without a sign of life, and without progress, after which a peer that owes an answer is dead.
 
-    `decode_ms`: what a step takes there; `chunk_ms`: a prefill chunk, behind which it may have to wait.
+    They differ because a machine that is short of time for computing still answers a question in no time.
     """
-    return min(max(FLOOR_S, (DECODE_FACTOR * decode_ms + PREFILL_FACTOR * chunk_ms) / 1000), DECODE_CEILING_S)
+
+    silent: float
+    stuck: float
 
 
-def prefill_deadline(rows: int, row_ms: float) -> float:
-    """The same for a peer that owes a prefill chunk of `rows` rows."""
-    return max(FLOOR_S, PREFILL_FACTOR * rows * row_ms / 1000)
+def decode_deadline(decode_ms: float, chunk_ms: float) -> Deadline:
+    """For a peer that owes a decode step. `decode_ms`: what a step takes there; `chunk_ms`: a prefill chunk,
+    behind which it may have to wait."""
+    estimate = (DECODE_FACTOR * decode_ms + PREFILL_FACTOR * chunk_ms) / 1000
+    return Deadline(min(max(FLOOR_S, estimate), CEILING_S), CEILING_S)
+
+
+def prefill_deadline(rows: int, row_ms: float) -> Deadline:
+    """For a peer that owes a prefill chunk of `rows` rows."""
+    estimate = PREFILL_FACTOR * rows * row_ms / 1000
+    return Deadline(min(max(FLOOR_S, estimate), CEILING_S), max(CEILING_S, estimate))
+
+
+def open_deadline(stages: int, chunk_ms: float) -> Deadline:
+    """For a peer that has to open a session on `stages` stages, each behind a running chunk."""
+    estimate = stages * (OPEN_S + PREFILL_FACTOR * chunk_ms / 1000)
+    return Deadline(min(estimate, stages * OPEN_S), estimate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +54,7 @@ class Owed:
     """Something a peer has to answer."""
 
     since: float
-    deadline: float
-
-
-def open_deadline(stages: int, chunk_ms: float) -> float:
-    """The same for a peer that has to open a session on `stages` stages, each behind a running chunk."""
-    return stages * (OPEN_S + PREFILL_FACTOR * chunk_ms / 1000)
+    deadline: Deadline
 
 
 def judge(owed: Owed, now: float, heard: float, progressed: float, polled: float) -> Verdict:
@@ -51,10 +63,12 @@ def judge(owed: Owed, now: float, heard: float, progressed: float, polled: float
     `heard`: when anything came from it; `progressed`: when it last answered something or its engine's count
     of steps rose; `polled`: when it was last asked.
     """
-    silent = now - max(owed.since, progressed)
-    if silent > owed.deadline:
-        return "dead"
-    pause = owed.deadline * POLL_AFTER
+    silent = now - max(owed.since, heard)
+    if silent > owed.deadline.silent:
+        return "silent"
+    if now - max(owed.since, progressed) > owed.deadline.stuck:
+        return "stuck"
+    pause = owed.deadline.silent * POLL_AFTER
     if silent > pause and now - polled > pause:
         return "poll"
     return "ok"

@@ -12,7 +12,7 @@ from typing import Protocol
 import grpc
 import structlog
 
-from meshnet.node.deadlines import HELLO_S, Owed, judge
+from meshnet.node.deadlines import HELLO_S, Deadline, Owed, judge
 from meshnet.node.frames import OPTIONS, Message, Outbox, OutboxFull
 from meshnet.protocol import dataplane_pb2 as pb
 from meshnet.protocol.dataplane_pb2_grpc import DataPlaneStub
@@ -72,7 +72,7 @@ class Link:
         """Returns when the peer has greeted. Raises PeerLost."""
         await asyncio.shield(self._greeted)
 
-    async def open(self, message: pb.Open, receiver: Receiver, deadline: float) -> pb.Opened:
+    async def open(self, message: pb.Open, receiver: Receiver, deadline: Deadline) -> pb.Opened:
         """Opens a session there, and all below it. Raises PeerLost; a refusal is in the answer."""
         await self.ready()
         key = (message.session, message.stage)
@@ -93,12 +93,12 @@ class Link:
             self.leave(key)
         return opened
 
-    def step(self, message: pb.Step, deadline: float) -> None:
-        """Sends a step; the peer is dead when it makes no progress for `deadline` seconds."""
+    def step(self, message: pb.Step, deadline: Deadline) -> None:
+        """Sends a step; the peer is dead when it does not answer within `deadline`."""
         self._owe((message.session, message.stage), message.sequence, deadline)
         self._put(message)
 
-    def result(self, message: pb.Result, deadline: float) -> None:
+    def result(self, message: pb.Result, deadline: Deadline) -> None:
         """Sends what the tail sampled."""
         if self._results is None:
             self._results = Owed(time.monotonic(), deadline)
@@ -150,26 +150,24 @@ class Link:
 
     def inspect(self, now: float) -> None:
         """Called a few times a second: polls a silent peer, gives up a dead one."""
-        oldest = min(
-            (owed[0][1] for owed in self._owed.values()),
-            key=lambda owed: owed.since + owed.deadline,
-            default=None,
-        )
-        if self._results is not None and (oldest is None or self._results.since < oldest.since):
-            oldest = self._results
-        if oldest is None or self.failure is not None:
+        if self.failure is not None:
             return
-        verdict = judge(oldest, now, self._heard, self._progressed, self._polled)
-        if verdict == "poll":
+        owed = [waiting[0][1] for waiting in self._owed.values()]
+        if self._results is not None:
+            owed.append(self._results)
+        verdicts = {judge(each, now, self._heard, self._progressed, self._polled) for each in owed}
+        where = f"{self.node_id} at {self.address}"
+        if "silent" in verdicts:
+            self.fail("deadline", f"{where} said nothing for {now - self._heard:.1f} s")
+        elif "stuck" in verdicts:
+            self.fail("deadline", f"{where} made no progress for {now - self._progressed:.1f} s")
+        elif "poll" in verdicts:
             self._polled = now
             self._outbox.poll()
-        elif verdict == "dead":
-            silent = now - max(oldest.since, self._progressed)
-            self.fail("deadline", f"{self.node_id} at {self.address} made no progress for {silent:.1f} s")
 
     def rested(self, now: float) -> None:
         """This process itself stood still: what peers owe counts from now."""
-        self._progressed = now
+        self._heard = self._progressed = now
 
     async def stop(self) -> None:
         """Ends the stream."""
@@ -181,7 +179,7 @@ class Link:
     def idle(self) -> bool:
         return not self.receivers and not self._opening and self._greeted.done()
 
-    def _owe(self, key: Key, sequence: int, deadline: float) -> None:
+    def _owe(self, key: Key, sequence: int, deadline: Deadline) -> None:
         self._owed.setdefault(key, deque()).append((sequence, Owed(time.monotonic(), deadline)))
 
     def _paid(self, key: Key, sequence: int) -> None:
