@@ -117,13 +117,13 @@ def test_a_tail_with_filler_in_front_stops_early(random_models: RandomModel, tmp
         assert shard.filler_before == (1 if last == 5 else 0)
         with Stage(path, layer_output_name(shard, 4)) as stage:
             stopped.append(stage.step(0, rows))
-    assert np.array_equal(*stopped)
+    assert np.array_equal(stopped[0], stopped[1])
     for first, last in ((4, 4), (4, 5)):
         engine = LlamaEngine.load(model, first, last, n_slots=1, n_ctx=64, max_rows=8)
         engine.open(0, entry=4, exit=4)
         hidden = engine.run([Step(0, 0, hidden=rows)])[0].hidden
         assert hidden is not None
-        assert np.array_equal(hidden, stopped[0])
+        assert np.allclose(hidden, stopped[0], atol=1e-4)
         engine.unload()
     assert np.abs(stopped[0] - rows).max() > 1
 
