@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -11,11 +12,14 @@ from books.postgres import Postgres
 
 
 @pytest.fixture(scope="session")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Postgres]:
+def postgres() -> Iterator[Postgres]:
     """A PostgreSQL server."""
-    server = Postgres(tmp_path_factory.mktemp("postgres") / "data")
-    yield server
-    server.stop()
+    # Not in pytest's own folder: as root the server runs as another user, who must reach its data,
+    # and every start of pytest closes that folder to others again.
+    with tempfile.TemporaryDirectory(prefix="meshnet-postgres-") as folder:
+        server = Postgres(Path(folder) / "data")
+        yield server
+        server.stop()
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

@@ -106,7 +106,8 @@ def test_a_check_that_did_not_see_every_token_confirms_nothing() -> None:
 
 def test_the_worst_token_is_named() -> None:
     verdict = compare(tokens(0.1, 4.0, 2.0), produced=3, greedy=True, same_class=False, rules=RULES)
-    assert (verdict.at, verdict.worst_gap) == (1, pytest.approx(4.0))
+    assert verdict.at == 1
+    assert verdict.worst_gap == pytest.approx(4.0)
 
 
 def test_a_confirmed_suspect_is_charged_and_its_nodes_earn_trust() -> None:
@@ -168,7 +169,7 @@ async def suspect_call(kit: Kit, call_id: str = "c1", model: str = "paid") -> No
     answer = await kit.books.reserve(call_id, kit.small, model, 100, 50)
     assert isinstance(answer, Reservation)
     await kit.books.hold(call_id, usage(100, 2))
-    await kit.books.cases.open(
+    await kit.books.open_case(
         Case(call_id, "suspect", model, ("alpha", "beta"), "ended by itself after 2 tokens", kit.clock())
     )
     kit.books.record(sample(call_id, ("alpha", "beta"), output=2, suspect=True))
@@ -203,7 +204,7 @@ async def test_a_confirmed_suspect_pays_once(kit: Kit) -> None:
 
 async def suspect_call_again(kit: Kit) -> None:
     """Opening a case twice changes nothing."""
-    await kit.books.cases.open(Case("c1", "suspect", "paid", ("x",), "again", kit.clock()))
+    await kit.books.open_case(Case("c1", "suspect", "paid", ("x",), "again", kit.clock()))
     assert (await kit.books.cases.get("c1")).route == ("alpha", "beta")
 
 
@@ -224,7 +225,7 @@ async def test_a_refuted_suspect_costs_nothing_and_its_nodes_lose_trust_everywhe
 async def test_a_failed_audit_refunds_the_charge(kit: Kit) -> None:
     await kit.reserve("c1")
     await kit.books.settle("c1", usage(100, 50))
-    await kit.books.cases.open(Case("c1", "audit", "paid", ("alpha", "beta"), "drawn", kit.clock()))
+    await kit.books.open_case(Case("c1", "audit", "paid", ("alpha", "beta"), "drawn", kit.clock()))
     await kit.books.advance("c1", FAILED)
     assert (await kit.books.accounts.get("small")).balance == 1_000
     assert await kit.rows("SELECT status FROM calls") == [("refunded",)]

@@ -372,6 +372,14 @@ class Books:
             self.trust.mark({stage.node_id for stage in sample.stages}, "good", sample.at)
         return reason
 
+    async def open_case(self, case: Case) -> None:
+        """Opens a suspect's case (after `hold`) or an audit's.
+
+        A suspect ending costs its nodes trust at once.
+        """
+        await self.cases.open(case)
+        await self._read_events()
+
     async def advance(self, call_id: str, event: CaseEvent) -> Case:
         """Takes a suspect or audited call one step further: its money, its samples and its nodes' trust."""
         self._apply(await self.cases.advance(call_id, event))

@@ -117,14 +117,14 @@ class Writer:
             if not self._queue:
                 self._idle.set()
 
-    async def _carry_out(self, batch: list[_Queued]) -> None:
+    async def _carry_out(self, batch: list[_Queued], *, again: bool = True) -> None:
         try:
             answers = await self._insist(batch)
         except Exception as error:
-            if len(batch) > 1 and not isinstance(error, BooksUnavailable):
-                log.warning("books batch split", commands=len(batch), error=str(error))
+            if again and not isinstance(error, BooksUnavailable):
+                log.warning("books batch run again one by one", commands=len(batch), error=str(error))
                 for item in batch:
-                    await self._carry_out([item])
+                    await self._carry_out([item], again=False)
                 return
             log.error("books commands failed", commands=len(batch), error=str(error))
             for item in batch:
