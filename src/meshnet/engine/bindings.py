@@ -141,6 +141,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_state_seq_get_size_ext": (_SIZE, (_POINTER, _INT, c.c_uint32)),
     "llama_state_seq_get_data_ext": (_SIZE, (_POINTER, _POINTER, _SIZE, _INT, c.c_uint32)),
     "llama_state_seq_set_data_ext": (_SIZE, (_POINTER, _POINTER, _SIZE, _INT, c.c_uint32)),
+    "llama_vocab_type": (_INT, (_POINTER,)),
     "llama_vocab_n_tokens": (_INT, (_POINTER,)),
     "llama_vocab_is_eog": (_BOOL, (_POINTER, _INT)),
     "llama_vocab_is_control": (_BOOL, (_POINTER, _INT)),

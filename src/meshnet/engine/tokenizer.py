@@ -13,6 +13,8 @@ from meshnet.engine.base import EngineError
 from meshnet.engine.grammar import Grammar
 from meshnet.engine.library import last_messages, load_library
 
+NO_VOCABULARY = 0
+"""LLAMA_VOCAB_TYPE_NONE: a shard from the middle of a model."""
 _FIRST_PIECE = 64
 """Bytes tried first for a token's text; a longer one is asked for again."""
 
@@ -34,7 +36,7 @@ class Tokenizer:
         self.vocabulary: int = self._api.llama_model_get_vocab(self._model)
         """Address of llama.cpp's vocabulary."""
         self.n_vocab: int = self._api.llama_vocab_n_tokens(self.vocabulary)
-        if self.n_vocab == 0:
+        if self._api.llama_vocab_type(self.vocabulary) == NO_VOCABULARY:
             self.close()
             raise EngineError(f"{Path(path).name}: it has no vocabulary; take the head's or the tail's file")
         self.bos: int = self._api.llama_vocab_bos(self.vocabulary)
