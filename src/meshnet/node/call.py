@@ -378,7 +378,7 @@ class Call:
 
     async def _take_token(self, choice: _Choice, token: pb.Token) -> None:
         if token.end:
-            await self._end(choice, "grammar" if self._prompt.sampling.grammar else "eos")
+            await self._end(choice, "grammar" if self._prompt.sampling.grammar else "eos", token.token)
             return
         choice.generated.append(token.token)
         shown = choice.out.push(token.token)
@@ -396,7 +396,7 @@ class Call:
         if ended:
             await self._end(choice, "stop_string" if shown.stopped else self._limited_by)
 
-    async def _end(self, choice: _Choice, by: str) -> None:
+    async def _end(self, choice: _Choice, by: str, token: int = -1) -> None:
         choice.ended = True
         choice.pieces.clear()
         session = choice.session
@@ -404,7 +404,7 @@ class Call:
             keep = choice.index == 0 and self._request.reuse_prefix
             self._stages.close(session.name, keep, self._session_spans(session))
         text = "" if by == "stop_string" else choice.out.flush()
-        await self.events.put(calls.ChoiceEnd(choice.index, REASONS[by], by, text))
+        await self.events.put(calls.ChoiceEnd(choice.index, REASONS[by], by, text, token))
 
     def _session_spans(self, session: Session) -> Spans:
         prompt, rows = len(self._prompt.tokens), session.shard.info.replay_rows

@@ -17,6 +17,8 @@ class _Sum:
     steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
 
 
 class StageSums:
@@ -37,8 +39,10 @@ class StageSums:
             own.steps += line.steps
             if line.rows > 1:
                 own.prefill_tokens += line.rows
+                own.prefill_ms += line.compute_ms
             else:
                 own.decode_tokens += line.rows
+                own.decode_ms += line.compute_ms
 
     def event(self) -> calls.Stages:
         return calls.Stages(
@@ -53,6 +57,8 @@ class StageSums:
                     steps=own.steps,
                     prefill_tokens=own.prefill_tokens,
                     decode_tokens=own.decode_tokens,
+                    prefill_ms=own.prefill_ms,
+                    decode_ms=own.decode_ms,
                 )
                 for (node_id, start, end), own in self._sums.items()
             )

@@ -45,6 +45,11 @@ class GenerateCall(msgspec.Struct, frozen=True):
     """Choices that already ended; they are not run again."""
     spans: tuple[tuple[int, int], ...] = ()
     """On a resume what the first head said in `Opened.spans`: how the prompt was batched then."""
+    check: tuple[int, ...] = ()
+    """Tokens of a finished answer (its end-of-sequence token included) to be weighed instead of generating:
+    after the prompt the head runs them in verifying steps of choice `check_choice`, answers with `Weighed`
+    events, in order and without gaps, and then `Done`. `n` and `max_tokens` do not count then."""
+    check_choice: int = 0
 
 
 class Reroute(msgspec.Struct, frozen=True):
@@ -96,6 +101,8 @@ class ChoiceEnd(Event, frozen=True, tag="end", omit_defaults=True):
     """eos, stop_string, limit, context or grammar: decides whether a short answer is suspect."""
     text: str = ""
     """What was held back and belongs to the answer."""
+    token: int = -1
+    """The end-of-sequence token that was drawn, where `by` is eos or grammar; no event else names it."""
 
 
 class StageTimes(msgspec.Struct, frozen=True):
@@ -110,6 +117,9 @@ class StageTimes(msgspec.Struct, frozen=True):
     steps: int
     prefill_tokens: int
     decode_tokens: int
+    prefill_ms: float = 0.0
+    """The part of `compute_ms` that went into steps of more than one row; 0 with `decode_ms`: not told."""
+    decode_ms: float = 0.0
 
 
 class Stages(Event, frozen=True, tag="stages"):
@@ -130,6 +140,27 @@ class Rerouted(Event, frozen=True, tag="rerouted"):
     ms: float
 
 
+class WeighedToken(msgspec.Struct, frozen=True, array_like=True):
+    """One token of `GenerateCall.check` as this route sees it; logprobs are of the raw distribution.
+
+    A token that is not among the most likely ones which the tail reports gets `logprob` -inf (as -1e30).
+    """
+
+    token: int
+    logprob: float
+    max_logprob: float
+    drawn: int
+    """The token that this route draws itself at the position."""
+    kept: bool
+    """Whether the sampler keeps the token there (top_k, top_p, min_p)."""
+
+
+class Weighed(Event, frozen=True, tag="weighed"):
+    """Answers to `GenerateCall.check`, in the order of its tokens."""
+
+    rows: tuple[WeighedToken, ...]
+
+
 class CallError(Event, frozen=True, tag="error"):
     status: int
     code: str
@@ -147,7 +178,7 @@ class Done(Event, frozen=True, tag="done"):
 
 
 AnyEvent = (
-    Opened | Prefill | TokenEvent | ChoiceEnd | Stages | LostNode | Rerouted | CallError | Done
+    Opened | Prefill | TokenEvent | ChoiceEnd | Stages | LostNode | Rerouted | Weighed | CallError | Done
 )
 encode_event = msgspec.json.Encoder().encode
 decode_event = msgspec.json.Decoder(AnyEvent).decode
