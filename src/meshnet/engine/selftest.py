@@ -43,7 +43,7 @@ class _Bench:
         self._tokens = np.arange(rows, dtype=np.int32) % info.n_vocab
         noise = np.random.default_rng(7).standard_normal((rows, info.n_embd))
         self._hidden = noise.astype(np.float32)
-        self._position = [0] * info.n_slots
+        self._reset_positions()
 
     def run(self) -> SelfTest:
         info = self.info
@@ -94,19 +94,23 @@ class _Bench:
         for segment in self.segments:
             for slot in range(self.info.n_slots):
                 segment.clear(slot)
-        self._position = [0] * self.info.n_slots
+        self._reset_positions()
+
+    def _reset_positions(self) -> None:
+        # A step that stops early leaves the later segments where they are: each counts for itself.
+        self._position = [[0] * self.info.n_slots for _ in self.segments]
 
     def _step(self, slots: int, rows: int, until: int | None) -> float:
         """Milliseconds for `rows` rows on each of the first `slots` slots."""
-        if self._position[0] + rows > self.info.n_ctx:
+        if self._position[0][0] + rows > self.info.n_ctx:
             self._reset()
         total = slots * rows
-        parts = [Rows(slot, self._position[slot], rows, int(until is None)) for slot in range(slots)]
         data: Hidden | None = None
-        for slot in range(slots):
-            self._position[slot] += rows
         started = time.perf_counter()
-        for segment in self.segments:
+        for segment, position in zip(self.segments, self._position, strict=True):
+            parts = [Rows(slot, position[slot], rows, int(until is None)) for slot in range(slots)]
+            for slot in range(slots):
+                position[slot] += rows
             tokens = self._tokens[:total] if segment.is_head else None
             if tokens is None and data is None:
                 data = self._hidden[:total]
