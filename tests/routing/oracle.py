@@ -139,7 +139,7 @@ def measured(
     chunks = math.ceil(fresh / chunk_tokens)
     per_chunk = fresh / chunks if chunks else 0.0
     decode = times[ids[0]].embed_ms + times[ids[-1]].output_ms + trip(ids[-1], ids[0])
-    chunk_times = []
+    chunk_times, spent = [], dict.fromkeys(ids, 0.0)
     for place, (node_id, first, last) in enumerate(stages):
         layers = last - first + 1
         decode += layers * times[node_id].decode_ms_per_layer
@@ -150,7 +150,8 @@ def measured(
             if way is not None and chunks:
                 chunk += way.ms + per_chunk * token_bytes / way.bytes_per_s * 1000
         chunk_times.append(chunk)
-    prefill = sum(chunk_times) + max(chunks - 1, 0) * max(chunk_times)
+        spent[node_id] += chunk
+    prefill = sum(chunk_times) + max(chunks - 1, 0) * max(spent.values())
     queue = sum(times[n].queue_ms for n in ids)
     return Measured(queue, prefill, request.expected_tokens * decode)
 

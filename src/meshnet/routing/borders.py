@@ -19,7 +19,7 @@ nodes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,47 +53,116 @@ class Found:
     reached: int
 
 
-def cheapest(window: LayerRange, runners: Iterable[Runner], hop: int = 0) -> Found:
-    """The least path over `window` by (units, stages, node ids, later ends); `hop` units per border between
-    stages.
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Narrows a search to the routes whose node ids start with `prefix` and do not go on with any in
+    `barred`.
+
+    `END` in `barred` stands for stopping after the prefix.
+    """
+
+    prefix: tuple[str, ...] = ()
+    barred: frozenset[str] = frozenset()
+
+
+END = ""
+ANY = Fork()
+
+
+def cheapest(window: LayerRange, runners: Iterable[Runner], hop: int = 0, fork: Fork = ANY) -> Found:
+    """The least path over `window` by (units, stages, node ids, later ends).
+
+    `hop` units are charged per border between stages.
     """
     first, last = window
-    edges = _Edges(window, runners)
     # The hop of the first stage is taken back here, so that every stage can be charged with one.
     start: Label = (-hop, 0, (), ())
     best: dict[int, Label] = {first: start}
-    entries: dict[int, Label] = {}
-    chained: list[dict[int, Label]] = [{} for _ in edges.chains]
+    forks: list[tuple[_Front, dict[int, Label]]] = []
+    if fork != ANY:
+        runners = list(runners)
+        seeds = _after(fork.prefix, {first: start}, window, runners, hop)
+        barred = fork.barred | set(fork.prefix[-1:])
+        forks = [(_Front(window, (r for r in runners if r.node_id not in barred), hop), seeds)]
+        best = {border: seeds[border] for border in seeds if border == last + 1 and END not in barred}
+    front = _Front(window, runners, hop)
     for border in range(first + 1, last + 2):
-        opened = best.get(border - 1)
-        if border - 1 in edges.anywhere:
-            entries[border - 1] = _least(opened, None)
-        least: Label | None = None
+        least = best.get(border)
+        for narrowed, seeds in forks:
+            least = narrowed.reach(border, seeds, least)
+        least = front.reach(border, best, least)
+        if least is not None:
+            best[border] = least
+    final = best.get(last + 1)
+    if final is None:
+        return Found(0, None, max(best, default=first))
+    return Found(final[0], _stages(first, final), last + 1)
+
+
+def exits(shards: Iterable[LayerRange], mid_shard_entry: bool, border: int, last: int) -> list[int]:
+    """The borders where a stage that starts at `border` can stop, up to layer `last`, ascending."""
+    if mid_shard_entry:
+        return [end for a, b in spans(shards, (border, last)) if a == border for end in range(a + 1, b + 1)]
+    ends = {border}
+    for a, b in sorted(shards):
+        if a in ends and b <= last:
+            ends.add(b + 1)
+    return sorted(ends - {border})
+
+
+def _after(
+    prefix: tuple[str, ...], labels: dict[int, Label], window: LayerRange, runners: Iterable[Runner], hop: int
+) -> dict[int, Label]:
+    """The best label per border after exactly these nodes."""
+    by_id = {runner.node_id: runner for runner in runners}
+    for node_id in prefix:
+        runner, longer = by_id[node_id], dict[int, Label]()
+        for begin, label in labels.items():
+            for end in exits(runner.shards, runner.mid_shard_entry, begin, window[1]):
+                least = _extended(label, runner.units + hop, node_id, end, longer.get(end))
+                longer[end] = _least(least, longer.get(end))
+        labels = longer
+    return labels
+
+
+class _Front:
+    """Carries the best entries of all nodes from border to border."""
+
+    def __init__(self, window: LayerRange, runners: Iterable[Runner], hop: int) -> None:
+        self.edges = _Edges(window, runners)
+        self.hop = hop
+        self.entries: dict[int, Label] = {}
+        self.chained: list[dict[int, Label]] = [{} for _ in self.edges.chains]
+
+    def reach(self, border: int, opened: Mapping[int, Label], least: Label | None) -> Label | None:
+        """The lesser of `least` and what one more stage, entered at a border in `opened`, makes of its label.
+
+        Called with ascending borders; `opened` is complete below `border`.
+        """
+        edges, hop = self.edges, self.hop
         for begin, (units, node_id) in edges.whole.get(border, {}).items():
-            label = best.get(begin)
+            label = opened.get(begin)
             if label is not None:
                 least = _extended(label, units + hop, node_id, border, least)
-        for begin, label in entries.items():
-            if opened is not None and opened < label:
-                entries[begin] = label = opened
+        before = opened.get(border - 1)
+        if border - 1 in edges.anywhere:
+            self.entries[border - 1] = _least(before, None)
+        for begin, label in self.entries.items():
+            if before is not None and before < label:
+                self.entries[begin] = label = before
             offers = edges.anywhere[begin]
             if border in offers and label is not UNREACHED:
                 units, node_id = offers[border]
                 least = _extended(label, units + hop, node_id, border, least)
         for index, begin in edges.chain_ends.get(border, ()):
-            labels = chained[index]
-            entered = _least(best.get(begin), labels.get(begin))
+            labels = self.chained[index]
+            entered = _least(opened.get(begin), labels.get(begin))
             if entered is UNREACHED:
                 continue
             labels[border] = _least(entered, labels.get(border))
             runner = edges.chains[index]
             least = _extended(labels[border], runner.units + hop, runner.node_id, border, least)
-        if least is not None:
-            best[border] = least
-    final = best.get(last + 1)
-    if final is None:
-        return Found(0, None, max(best))
-    return Found(final[0], _stages(first, final), last + 1)
+        return least
 
 
 UNREACHED: Label = (1 << 4096, 0, (), ())

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from meshnet.routing.borders import Fork
 from meshnet.routing.checks import LayerRange
 from meshnet.routing.route import Stage
 from meshnet.routing.state import NodeState, RoutingRequest
@@ -82,8 +83,11 @@ class Costing(Protocol):
     def short_of_room(self) -> frozenset[str]:
         """Those of the excluded that only lack a slot or KV room at the moment."""
 
-    def choose(self, without: frozenset[str]) -> Choice | None:
-        """The preferred route over the window that uses none of the nodes in `without`."""
+    def prefer(self) -> Choice | None:
+        """The preferred route over the window."""
+
+    def least(self, fork: Fork, without: frozenset[str]) -> Quote | None:
+        """The route of least total within the fork that uses none of the nodes in `without`."""
 
     def describe(self, quote: Quote) -> tuple[tuple[Term, ...], dict[str, float]]:
         """Every term, in milliseconds, adding up to the total; and totals by name."""
@@ -103,6 +107,6 @@ class CostModel(Protocol):
         """Binds the model to one planning task."""
 
 
-def least(quotes: Iterable[Quote]) -> Quote | None:
+def first(quotes: Iterable[Quote]) -> Quote | None:
     """The first by `Quote.order`."""
     return min(quotes, key=lambda quote: quote.order, default=None)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from meshnet.routing import checks
-from meshnet.routing.borders import Found, Runner, cheapest, spans
+from meshnet.routing.borders import Found, Runner, cheapest, exits
 from meshnet.routing.checks import LayerRange
 from meshnet.routing.errors import RoutingFailure, layer_text, runs
 from meshnet.routing.route import Route, Stage, covers, merged
@@ -204,7 +204,7 @@ def laid_out(
         found = None
         for number in range(index, len(survivors)):
             state = survivors[number]
-            for end in _ends(state, border, limit - 1):
+            for end in exits(state.served_layers, state.mid_shard_entry, border, limit - 1):
                 rest = best(end, number + 1)
                 if rest is None:
                     continue
@@ -216,22 +216,6 @@ def laid_out(
 
     result = best(window[0], 0)
     return None if result is None else result[2]
-
-
-def _ends(state: NodeState, border: int, last: int) -> list[int]:
-    """The borders at which a stage of this node that starts at `border` may stop, up to layer `last`."""
-    if state.mid_shard_entry:
-        return [
-            end
-            for a, b in spans(state.served_layers, (border, last))
-            if a == border
-            for end in range(a + 1, b + 1)
-        ]
-    ends: set[int] = {border}
-    for a, b in sorted(state.served_layers):
-        if a in ends and b <= last:
-            ends.add(b + 1)
-    return sorted(ends - {border})
 
 
 def _layers(

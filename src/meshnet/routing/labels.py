@@ -1,299 +1,263 @@
-"""The search behind measured time: the least pipeline when a route's total is not the sum of its edges.
+"""The search behind measured time: the least pipeline, by labels that go forward over the borders.
 
-The total of a route is additive over its stages and hops, plus `repeats` times its slowest prefill chunk,
-plus the link from the tail back to the head. A label therefore carries, per border and last node, its
-additive cost, its slowest chunk so far, its head, and its stages. One label stands in for another at the same
-border and node when no completion can turn the order round: its additive cost is no larger, with and without
-the slowest chunk, after the most that the other head could gain on the way back from any tail; on equality
-the order of ties decides. The additive cost to go, from one backward pass, bounds every label from below; the
-best pipeline known bounds from above; what lies outside is dropped. The result is exact unless more than
-`WIDTH` labels of one border and node remain (then the most promising are kept, and `exact` is False).
+A label carries, per border and last node: its additive cost, its slowest chunk so far, its stages, and the
+nodes it has visited. What the bounds (`bounds.py`) rule out is dropped. One label stands in for another at
+the same border and node when no completion can turn the order round: its additive cost is no larger, with and
+without the slowest chunk, after the most that the other's head could gain on the way back from any tail; it
+has visited no node that the other could still use; and on equality the order of ties decides.
 
-Arrays hold whole numbers of 1e-9 ms: int64, or Python integers where int64 could overflow.
+A node takes part once. Only where no such pipeline is complete may a node come back.
+
+The result is exact unless
+- more labels remain than `Effort` allows: the most promising are kept;
+- a prompt of several chunks meets a mesh of more than `FINE_BORDERS` borders: the search then runs over some
+  of them, and the cuts are shifted to the best layer afterwards;
+- nodes have to come back for a prompt of several chunks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshnet.routing.borders import ANY, Fork
+from meshnet.routing.bounds import Bounds, Ints, Mesh, Traced, traced
 from meshnet.routing.route import Stage
 
-Ints = NDArray[Any]
-"""Units of 1e-9 ms: int64, or object where int64 could overflow."""
-
-WIDTH = 64
-"""Labels kept per border and last node after the exact rules; more than ever needed on meshes people own."""
-BATCH = 4096
-"""Expansions handled at once, which bounds the memory of a step."""
-INT64_ROOM = 1 << 58
-
-Label = tuple[int, int, int, int, tuple[int, ...], tuple[int, ...]]
-"""Additive units, slowest chunk, head, stages, node indices, ends negated."""
+FINE_BORDERS = 24
+"""Borders that are searched when the slowest chunk counts."""
 
 
 @dataclass(frozen=True, slots=True)
-class Mesh:
-    """What the search needs of N nodes over B borders, in units of 1e-9 ms. Nodes are sorted by id.
+class Effort:
+    """How long a search may take.
 
-    borders        the layer borders where any node can start or stop, ascending; the window's two ends
-                   included
-    can            (N, B, B): the node can run from one border to another as one stage
-    stage          (N,): once per stage; layer (N,): per layer; head, tail (N,): once at that end of the route
-    chunk_layer    (N,): one prefill chunk through one layer
-    hop            (N, N): what going on to the other node adds; hop_chunk (N, N): its part of the next
-                   stage's chunk
-    back           (N, N): tail, head
-    repeats        how often the slowest chunk is waited for again: chunks - 1
+    width   labels kept per border and last node
+    step    nodes that labels of one border may enter, and labels that come of it
+    rounds  how often the intervals of the slowest chunk are divided
     """
 
-    node_ids: tuple[str, ...]
-    borders: tuple[int, ...]
-    can: NDArray[np.bool_]
-    stage: list[int]
-    layer: list[int]
-    head: list[int]
-    tail: list[int]
-    chunk_layer: list[int]
-    hop: list[list[int]]
-    hop_chunk: list[list[int]]
-    back: list[list[int]]
-    repeats: int
+    width: int
+    step: int
+    rounds: int
+
+
+FULL = Effort(width=24, step=1500, rounds=3)
+"""For the winner."""
+SHORT = Effort(width=2, step=80, rounds=1)
+"""For alternatives."""
+
+Indices = NDArray[np.int64]
+
+Label = tuple[int, int, int, tuple[int, ...], tuple[int, ...], int]
+"""Additive units, slowest chunk, number of stages, nodes, ends negated, visited nodes as bits."""
+START: Label = (0, 0, 0, (), (), 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
     """The least route of at least two stages."""
 
-    units: int
     stages: tuple[Stage, ...]
     exact: bool
 
 
-def least_pipeline(mesh: Mesh, without: frozenset[str]) -> Pipeline | None:
-    """The least pipeline of at least two stages by (total, stages, node ids, later ends); None when there is
-    none.
+def least_pipeline(
+    mesh: Mesh, effort: Effort = FULL, fork: Fork = ANY, *, returns: bool = False
+) -> Pipeline | None:
+    """The least pipeline of at least two stages by (total, stages, node ids, later ends); None without one.
+
+    With `returns`, nodes may come back.
     """
-    keep = [index for index, node_id in enumerate(mesh.node_ids) if node_id not in without]
-    if len(keep) < 2 or len(mesh.borders) < 3:
+    if len(mesh.node_ids) < 2 or len(mesh.borders) < 3:
         return None
-    return _Search(mesh, keep).run()
+    never, mesh = mesh.most(), mesh.forked(fork)
+    searched = mesh
+    if mesh.repeats and len(mesh.borders) > FINE_BORDERS:
+        searched = mesh.over(_main_borders(mesh))
+    search = _Search(searched, effort, returns)
+    best, exact = search.bounds.best, search.exact and searched is mesh
+    if best is None or best.units >= never:
+        return None
+    if searched is not mesh:
+        place = {border: index for index, border in enumerate(mesh.borders)}
+        units, cuts = mesh.shifted(best.nodes, [0, *(place[-end] for end in best.ends)])
+        best = traced(mesh, units, best.nodes, cuts)
+    first, stages = mesh.borders[0], []
+    for node, end in zip(best.nodes, best.ends, strict=True):
+        stages.append(Stage(mesh.node_ids[node], first, -end - 1))
+        first = -end
+    return Pipeline(tuple(stages), exact and not (returns and mesh.repeats))
+
+
+def _main_borders(mesh: Mesh) -> list[int]:
+    """The borders to search: those of one complete pipeline, those where most nodes begin or end, and some
+    between.
+    """
+    last = len(mesh.borders) - 1
+    additive = Bounds(mesh, 0, returns=True)
+    chosen = {0, last}
+    if additive.best is not None:
+        place = {border: index for index, border in enumerate(mesh.borders)}
+        chosen |= {place[-end] for end in additive.best.ends}
+    starts: NDArray[np.bool_] = np.asarray(mesh.can.any(axis=2))
+    stops: NDArray[np.bool_] = np.asarray(mesh.can.any(axis=1))
+    begins, ends = starts[:, 1:] & ~starts[:, :-1], stops[:, :-1] & ~stops[:, 1:]
+    weight = np.zeros(last + 1, dtype=int)
+    weight[1:] += begins.sum(axis=0)
+    weight[:-1] += ends.sum(axis=0)
+    for border in np.argsort(-weight, kind="stable"):
+        if len(chosen) >= FINE_BORDERS * 2 // 3 or not weight[border]:
+            break
+        chosen.add(int(border))
+    while len(chosen) < FINE_BORDERS:
+        marks = sorted(chosen)
+        gap, before = max((b - a, a) for a, b in pairwise(marks))
+        chosen.add(before + gap // 2)
+    return sorted(chosen)
 
 
 class _Search:
-    def __init__(self, mesh: Mesh, keep: list[int]) -> None:
+    """`best` is the least pipeline found; `possible` tells that one exists at all, nodes that come back
+    allowed.
+    """
+
+    def __init__(self, mesh: Mesh, effort: Effort, returns: bool) -> None:
         self.mesh = mesh
-        self.ids = [mesh.node_ids[index] for index in keep]
-        self.borders = mesh.borders
-        self.repeats = mesh.repeats
+        self.effort = effort
+        self.returns = returns
+        self.bounds = bounds = Bounds(mesh, effort.rounds, returns)
         self.exact = True
-        kind: Any = np.int64 if _bound(mesh) < INT64_ROOM else object
-        self.none = 4 * max(_bound(mesh), INT64_ROOM)
-        at = np.array(keep)
+        self.last = len(mesh.borders) - 1
+        self.waiting: list[dict[int, list[Label]]] = [{} for _ in mesh.borders]
+        # The most that a route of head b can lose against one of head a on the way back from any tail.
+        self.head_slack = (bounds.back[:, :, None] - bounds.back[:, None, :]).max(axis=0)
+        # Per border, the nodes that can still start there or later, as bits.
+        self.open = [
+            sum(1 << n for n in np.flatnonzero(mesh.can[:, i:, :].any(axis=(1, 2))).tolist())
+            for i in range(self.last + 1)
+        ]
+        if bounds.intervals:
+            self._run()
 
-        def column(values: list[int]) -> Ints:
-            picked: Ints = np.array(values, dtype=kind)[at]
-            return picked
-
-        def table(values: list[list[int]]) -> Ints:
-            picked: Ints = np.array(values, dtype=kind)[np.ix_(at, at)]
-            return picked
-
-        self.head, self.tail = column(mesh.head), column(mesh.tail)
-        self.chunk_layer = column(mesh.chunk_layer)
-        self.hop, self.hop_chunk, self.back = table(mesh.hop), table(mesh.hop_chunk), table(mesh.back)
-        self.can = mesh.can[at]
-        marks = np.array(mesh.borders, dtype=kind)
-        self.length = marks[None, :] - marks[:, None]
-        stages = column(mesh.stage)[:, None, None] + column(mesh.layer)[:, None, None] * self.length
-        self.stage_units = np.where(self.can, stages, self.none)
-        self._costs_to_go()
-        # The most that head `b` can lose against head `a` on the way back from any tail.
-        self.head_slack = (self.back[:, :, None] - self.back[:, None, :]).max(axis=0)
-        self.best: Label | None = None
-        self.best_units = self.none - 1
-
-    def _costs_to_go(self) -> None:
-        """`left[i, n]`: the least additive cost from border i on after a stage on n; `begun[i, n]`: starting
-        n at i.
-        """
-        nodes, last = len(self.ids), len(self.borders) - 1
-        self.left = np.full((last + 1, nodes), self.none, dtype=self.hop.dtype)
-        self.begun = np.full((last + 1, nodes), self.none, dtype=self.hop.dtype)
-        self.left[last] = self.tail + self.back.min(axis=1)
-        other = np.where(np.eye(nodes, dtype=bool), self.none, self.hop)
-        for i in range(last - 1, -1, -1):
-            onward = self.stage_units[:, i, i + 1 :] + self.left[i + 1 :].T
-            self.begun[i] = np.minimum(onward.min(axis=1), self.none)
-            self.left[i] = np.minimum((other + self.begun[i][None, :]).min(axis=1), self.none)
-
-    def run(self) -> Pipeline | None:
-        last = len(self.borders) - 1
-        self._guess()
-        if self.best is None:
-            return None
-        waiting: list[dict[int, list[Label]]] = [{} for _ in self.borders]
-        self._expand(0, None, waiting)
-        for i in range(1, last):
-            labels = [label for group in waiting[i].values() for label in self._reduced(i, group)]
-            waiting[i] = {}
+    def _run(self) -> None:
+        self._expand(0, [START])
+        for i in range(1, self.last):
+            groups, self.waiting[i] = self.waiting[i], {}
+            labels = [label for group in groups.values() for label in self._reduced(i, group)]
             if labels:
-                self._expand(i, labels, waiting)
-        return Pipeline(self.best_units, self._stages(self.best), self.exact)
+                self._expand(i, labels)
 
-    def _guess(self) -> None:
-        """A first upper bound: the pipeline of least additive cost, its cuts then shifted while that
-        helps.
-        """
-        last = len(self.borders) - 1
-        starts = self.head[:, None] + self.stage_units[:, 0, 1:last] + self.left[1:last].T
-        if starts.size == 0 or starts.min() >= self.none:
-            return
-        node, end = (int(x) for x in np.unravel_index(int(starts.argmin()), starts.shape))
-        nodes, cuts = [node], [0, end + 1]
-        while cuts[-1] < last:
-            i = cuts[-1]
-            onward = self.hop[nodes[-1]] + self.begun[i]
-            onward[nodes[-1]] = self.none
-            node = int(onward.argmin())
-            ends = self.stage_units[node, i, i + 1 :] + self.left[i + 1 :, node]
-            nodes.append(node)
-            cuts.append(i + 1 + int(ends.argmin()))
-        units = self._total(nodes, cuts)
-        step = last // 2
-        while step:
-            better = False
-            for place in range(1, len(cuts) - 1):
-                for shift in (-step, step):
-                    tried = cuts.copy()
-                    tried[place] += shift
-                    if tried[place - 1] < tried[place] < tried[place + 1]:
-                        cost = self._total(nodes, tried)
-                        if cost < units:
-                            units, cuts, better = cost, tried, True
-            if not better:
-                step //= 2
-        self.best_units = units
-        negated = tuple(-self.borders[cut] for cut in cuts[1:])
-        self.best = (0, 0, nodes[0], len(nodes), tuple(nodes), negated)
-
-    def _total(self, nodes: list[int], cuts: list[int]) -> int:
-        """What a pipeline costs in all; `none` or more where a node cannot run its part."""
-        units = int(self.head[nodes[0]] + self.tail[nodes[-1]] + self.back[nodes[-1], nodes[0]])
-        slowest = 0
-        for place, node in enumerate(nodes):
-            i, j = cuts[place], cuts[place + 1]
-            chunk = int(self.chunk_layer[node] * self.length[i, j])
-            units += int(self.stage_units[node, i, j])
-            if place:
-                units += int(self.hop[nodes[place - 1], node])
-                chunk += int(self.hop_chunk[nodes[place - 1], node])
-            slowest = max(slowest, chunk)
-        return units + self.repeats * slowest
-
-    def _expand(self, i: int, labels: list[Label] | None, waiting: list[dict[int, list[Label]]]) -> None:
+    def _expand(self, i: int, labels: list[Label]) -> None:
         """Goes on from border i: every label to every other node and every end that can still be the best."""
-        nodes = len(self.ids)
-        kind = self.hop.dtype
-        if labels is None:
-            enter = self.head[None, :].copy()
-            slowest = np.zeros(1, dtype=kind)
-            chunk = np.zeros((1, nodes), dtype=kind)
-            allowed = np.ones((1, nodes), dtype=bool)
+        nodes, bounds = np.arange(len(self.mesh.node_ids)), self.bounds
+        units = np.array([label[0] for label in labels], dtype=bounds.kind)[:, None]
+        slowest = np.array([label[1] for label in labels], dtype=bounds.kind)
+        if i == 0:
+            enter, chunk = units + bounds.head, np.zeros((1, len(nodes)), dtype=bounds.kind)
+            allowed = np.ones((1, len(nodes)), dtype=bool)
         else:
-            lasts = np.array([label[4][-1] for label in labels])
-            enter = np.array([label[0] for label in labels], dtype=kind)[:, None] + self.hop[lasts]
-            slowest = np.array([label[1] for label in labels], dtype=kind)
-            chunk = self.hop_chunk[lasts]
-            allowed = lasts[:, None] != np.arange(nodes)[None, :]
-        bound = enter + self.begun[i][None, :] + self.repeats * slowest[:, None]
-        rows, columns = np.nonzero(allowed & (bound <= self.best_units))
-        for begin in range(0, len(rows), BATCH):
-            row, node = rows[begin : begin + BATCH], columns[begin : begin + BATCH]
-            self._expand_batch(
-                i, labels, row, node, enter[row, node], slowest[row], chunk[row, node], waiting
-            )
+            lasts = np.array([label[3][-1] for label in labels])
+            enter, chunk = units + bounds.hop[lasts], bounds.hop_chunk[lasts]
+            allowed = ~bounds.same[lasts]
+            if not self.returns:
+                visited = np.array([label[5] for label in labels])
+                allowed = (visited[:, None] >> nodes) & 1 == 0
+        least = enter + bounds.to_go(slowest[:, None], [x.begun[i][None, :] for x in bounds.intervals])
+        rows, columns = self._most_promising(least, allowed & (least <= bounds.limit))
+        added = self._extended(
+            i, labels, rows, columns, enter[rows, columns], slowest[rows], chunk[rows, columns]
+        )
+        for j, label in added:
+            self.waiting[j].setdefault(label[3][-1], []).append(label)
 
-    def _expand_batch(
+    def _extended(
         self,
         i: int,
-        labels: list[Label] | None,
-        row: NDArray[np.int64],
-        node: NDArray[np.int64],
+        labels: list[Label],
+        row: Indices,
+        node: Indices,
         enter: Ints,
         slowest: Ints,
         chunk: Ints,
-        waiting: list[dict[int, list[Label]]],
-    ) -> None:
-        last = len(self.borders) - 1
-        stop = last + 1 if labels is not None else last
+    ) -> list[tuple[int, Label]]:
+        """One more stage on `node[k]` for the label at `row[k]`, to every end that can still be the best.
+
+        Returns (border, label) of those that go on; offers those that are complete.
+        """
+        bounds, mesh = self.bounds, self.mesh
+        stop = self.last if i == 0 else self.last + 1
         ends = slice(i + 1, stop)
-        units = enter[:, None] + self.stage_units[node, i, ends]
-        chunks = chunk[:, None] + self.chunk_layer[node][:, None] * self.length[i, ends][None, :]
+        units = enter[:, None] + bounds.stage_units[node, i, ends]
+        chunks = chunk[:, None] + bounds.chunk_layer[node][:, None] * bounds.length[i, ends][None, :]
         worst = np.maximum(slowest[:, None], chunks)
-        bound = units + self.repeats * worst + self.left[ends, :].T[node]
-        hopeful = bound <= self.best_units
-        if labels is not None and self.best is not None:
-            # A tie in cost with a pipeline of fewer stages is lost already.
-            stages = np.array([label[3] for label in labels])[row][:, None] + 1
-            more = np.arange(i + 1, stop)[None, :] < last
-            hopeful &= (bound < self.best_units) | (stages + more <= self.best[3])
-        for at, offset in np.argwhere(hopeful):
-            n, j = int(node[at]), i + 1 + int(offset)
-            total, slow = int(units[at, offset]), int(worst[at, offset])
-            if labels is None:
-                label: Label = (total, slow, n, 1, (n,), (-self.borders[j],))
-            else:
-                old = labels[row[at]]
-                path, cuts = (*old[4], n), (*old[5], -self.borders[j])
-                label = (total, slow, old[2], old[3] + 1, path, cuts)
-            if j < last:
-                waiting[j].setdefault(n, []).append(label)
+        least = units + bounds.to_go(worst, [x.left[ends].T[node] for x in bounds.intervals])
+        hopeful = least <= bounds.limit
+        ties = least == bounds.limit
+        if bounds.best is not None and ties.any():
+            hopeful &= ~ties | self._wins_ties(bounds.best, labels, row, node, np.arange(i + 1, stop))
+        at, offset = self._most_promising(least, hopeful)
+        added = []
+        for k, o in zip(at.tolist(), offset.tolist(), strict=True):
+            n, j = int(node[k]), i + 1 + o
+            old = labels[row[k]]
+            path, cuts = (*old[3], n), (*old[4], -mesh.borders[j])
+            if j < self.last:
+                label = (int(units[k, o]), int(worst[k, o]), len(path), path, cuts, old[5] | 1 << n)
+                added.append((j, label))
                 continue
-            total += int(self.tail[n] + self.back[n, label[2]]) + self.repeats * slow
-            if self.best is None or (total, label[3:]) < (self.best_units, self.best[3:]):
-                self.best, self.best_units = label, total
+            total = int(units[k, o]) + mesh.tail[n] + mesh.back[n][path[0]] + mesh.repeats * int(worst[k, o])
+            if self.returns and mesh.repeats:
+                place = {border: index for index, border in enumerate(mesh.borders)}
+                priced = mesh.total(path, [0, *(place[-end] for end in cuts)])
+                total = total if priced is None else priced[0]
+            bounds.offer(Traced(total, len(path), path, cuts))
+        return added
+
+    def _most_promising(self, least: Ints, hopeful: NDArray[np.bool_]) -> tuple[Indices, Indices]:
+        """Where `hopeful` holds: at most as many places as the effort allows, those of the least bound."""
+        rows, columns = np.nonzero(hopeful)
+        if len(rows) > self.effort.step:
+            self.exact = False
+            order = np.argsort(least[rows, columns], kind="stable")[: self.effort.step]
+            rows, columns = rows[order], columns[order]
+        return rows, columns
+
+    def _wins_ties(
+        self, best: Traced, labels: list[Label], row: Indices, node: Indices, ends: Indices
+    ) -> NDArray[np.bool_]:
+        """Where a route of the best total can still come before the best: fewer stages, or earlier ids."""
+        done = np.array([label[2] for label in labels])
+        prefixes = [(label[3], best.nodes[: label[2]]) for label in labels]
+        after = np.array([(path > prefix) - (path < prefix) for path, prefix in prefixes])
+        same_place = np.array([best.nodes[min(count, best.stages - 1)] for count in done.tolist()])
+        later = np.where(after[row] != 0, after[row], np.sign(node - same_place[row]))
+        stages = done[row][:, None] + 1 + (ends[None, :] < self.last)
+        result: NDArray[np.bool_] = (stages < best.stages) | ((stages == best.stages) & (later[:, None] <= 0))
+        return result
 
     def _reduced(self, i: int, group: list[Label]) -> list[Label]:
         """The labels of one border and last node that no other makes superfluous."""
-        left = int(self.left[i, group[0][4][-1]])
-        group.sort(key=lambda label: (label[0] + self.repeats * label[1], label[0], label[3:]))
+        group.sort(key=lambda label: (label[0] + self.mesh.repeats * label[1], label))
         kept: list[Label] = []
         for label in group:
-            if label[0] + self.repeats * label[1] + left > self.best_units:
+            if any(self._replaces(other, label, self.open[i]) for other in kept):
+                continue
+            if len(kept) == self.effort.width:
+                self.exact = False
                 break
-            if not any(self._replaces(other, label) for other in kept):
-                kept.append(label)
-        if len(kept) > WIDTH:
-            self.exact = False
-            del kept[WIDTH:]
+            kept.append(label)
         return kept
 
-    def _replaces(self, a: Label, b: Label) -> bool:
+    def _replaces(self, a: Label, b: Label, still_open: int) -> bool:
         """True when every completion of `b` is matched or beaten by the same completion of `a`."""
-        additive = a[0] - b[0] + int(self.head_slack[a[2], b[2]])
-        at_once = additive + self.repeats * (a[1] - b[1])
+        additive = a[0] - b[0] + int(self.head_slack[a[3][0], b[3][0]])
+        at_once = additive + self.mesh.repeats * (a[1] - b[1])
         if additive > 0 or at_once > 0:
             return False
-        return (additive < 0 and at_once < 0) or a[3:] <= b[3:]
-
-    def _stages(self, label: Label) -> tuple[Stage, ...]:
-        stages, first = [], self.borders[0]
-        for node, end in zip(label[4], label[5], strict=True):
-            stages.append(Stage(self.ids[node], first, -end - 1))
-            first = -end
-        return tuple(stages)
-
-
-def _bound(mesh: Mesh) -> int:
-    """More than any pipeline without a pointless detour can cost."""
-    layers = mesh.borders[-1] - mesh.borders[0]
-    steps = len(mesh.borders)
-    hop, hop_chunk, back = (max(map(max, table)) for table in (mesh.hop, mesh.hop_chunk, mesh.back))
-    additive = (
-        layers * max(mesh.layer) + steps * (max(mesh.stage) + hop) + max(mesh.head) + max(mesh.tail) + back
-    )
-    return 1 + additive + mesh.repeats * (layers * max(mesh.chunk_layer) + hop_chunk)
+        if not self.returns and a[5] & still_open & ~b[5]:
+            return False
+        return (additive < 0 and at_once < 0) or a[2:5] <= b[2:5]

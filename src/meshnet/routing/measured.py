@@ -3,22 +3,26 @@
     decode_ms(R)  = embed_ms(head) + sum(layers * decode_ms_per_layer) + sum(link_ms over hops)
                     + link_ms(tail, head) + output_ms(tail)
     t_s           = one prefill chunk on stage s: over the link into s, then through its layers
-    prefill_ms(R) = sum of t_s + (chunks - 1) * max of t_s
+    prefill_ms(R) = sum of t_s + (chunks - 1) * the most that one node spends on a chunk
     total_ms(R)   = sum of the stages' queue_ms + prefill_ms + expected_tokens * decode_ms
 
 The prompt tokens that every node of a route already holds are not computed again (at least one token always
 is). The rest goes in `chunks = ceil(rest / chunk_tokens)` equal chunks. A link costs its `ms` per chunk or
 step, and a chunk's bytes over `bytes_per_s` besides; a node's link to itself costs nothing; a link measured
-in one direction only counts in both; one never measured counts as `unknown_link`. Queues are waited for one
+in one direction only counts in both; one never measured counts as `unknown_link`. A node that comes back
+in a route spends the time of all its stages on each chunk: it is one machine. Queues are waited for one
 after another, once per stage. Every term is rounded once to 1e-9 ms.
 
 A node is left out when it has no times, no free slot, or less KV room than prompt and expected tokens need
 beyond what it already holds of the prompt (`room_exclusions`).
 
-What is exact: the total of every route shown; the best single node; the least pipeline over at most
-`EXACT_NODES` nodes and at most `LEVELS` different lengths of held prefix (`labels.py`). Beyond that, the
-nodes with the least time per layer for each layer are searched, with those of one complete route added;
-longer held prefixes are rounded down to the levels kept; and `Explanation.exact` is False.
+A node takes part once in a pipeline; only where no such pipeline is complete may a node come back.
+
+What is exact: the total of every route shown; the best single node; the least pipeline as far as `labels.py`
+says, over at most `EXACT_NODES` nodes and `LEVELS` different lengths of held prefix. Beyond that, the nodes
+of least time per layer are searched for each layer, and those of one complete route; longer held prefixes are
+rounded down to the levels kept. `Explanation.exact` says whether the winner is proven. Alternatives are
+searched with less effort: their totals are exact, their order may not be complete.
 """
 
 from __future__ import annotations
@@ -31,16 +35,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshnet.routing import checks
-from meshnet.routing.borders import Runner, cheapest, spans
+from meshnet.routing.borders import ANY, END, Fork, Runner, cheapest, spans
+from meshnet.routing.bounds import Mesh
 from meshnet.routing.checks import LayerRange
-from meshnet.routing.costing import Choice, PlanInput, Quote, Term, least
-from meshnet.routing.labels import Mesh, least_pipeline
+from meshnet.routing.costing import Choice, PlanInput, Quote, Term, first
+from meshnet.routing.labels import FULL, SHORT, Effort, least_pipeline
 from meshnet.routing.route import Stage
 from meshnet.routing.state import NodeState, RoutingRequest
 from meshnet.routing.times import Link, NodeTimes
 from meshnet.routing.units import to_ms, to_units
 
-EXACT_NODES = 48
+EXACT_NODES = 32
 LEVELS = 4
 UNKNOWN_LINK = Link(ms=5.0, bytes_per_s=12_500_000.0)
 """A cautious guess for a link nobody has measured: 5 ms and 100 Mbit/s."""
@@ -168,13 +173,21 @@ class _Rates:
             for link, stage in zip(links, stages, strict=True)
         ]
 
+    def slowest(self, stages: tuple[Stage, ...]) -> tuple[int, str]:
+        """The most that one node spends on a chunk, over all its stages, and the node."""
+        spent: dict[str, int] = {}
+        for stage, units in zip(stages, self.chunk_times(stages), strict=True):
+            spent[stage.node_id] = spent.get(stage.node_id, 0) + units
+        node = max(spent, key=lambda node_id: spent[node_id])
+        return spent[node], node
+
     def total(self, stages: tuple[Stage, ...]) -> int:
         head, tail = stages[0].node_id, stages[-1].node_id
         chunk_times = self.chunk_times(stages)
         units = self.embed(head) + self.output(tail) + self.decode_link(tail, head)
         units += sum(self.queue(s.node_id) + s.layers * self.decode_layer(s.node_id) for s in stages)
         units += sum(self.decode_link(a.node_id, b.node_id) for a, b in pairwise(stages))
-        return units + sum(chunk_times) + self.repeats * max(chunk_times)
+        return units + sum(chunk_times) + self.repeats * self.slowest(stages)[0]
 
 
 class _MeasuredCosting:
@@ -195,21 +208,24 @@ class _MeasuredCosting:
         self.short_of_room = frozenset(short)
         usable = [state for state in given.states if state.node_id not in self.excluded]
         self.states = sorted(usable, key=lambda state: state.node_id)
+        self.singles = {
+            state.node_id: self._quote((Stage(state.node_id, *self.window),))
+            for state in self.states
+            if _runs(state, self.window)
+        }
         self.exact = True
         self.levels = self._levels()
         self.meshes: dict[tuple[int, tuple[str, ...]], Mesh] = {}
 
-    def choose(self, without: frozenset[str]) -> Choice | None:
+    def prefer(self) -> Choice | None:
         """The best single node, unless the least pipeline takes at most 90 % of its time."""
-        states = [state for state in self.states if state.node_id not in without]
-        single = least(self._single(state) for state in states if _runs(state, self.window))
-        pipeline = self._pipeline(without)
+        single, pipeline = first(self.singles.values()), self._pipeline(ANY, frozenset(), FULL)
         if single is None or pipeline is None:
             only = single or pipeline
             if only is None:
                 return None
             reason = "is the only node with all the layers and room, and no pipeline is complete"
-            if single is not None and len(states) > 1:
+            if single is not None and len(self.singles) > 1:
                 reason = "is the fastest node with all the layers and room, and no pipeline is complete"
             if single is None:
                 reason = "takes the least time; no single node has all the layers and room"
@@ -226,6 +242,15 @@ class _MeasuredCosting:
         )
         return Choice(single, f"{reason}, {needed}", weighed)
 
+    def least(self, fork: Fork, without: frozenset[str]) -> Quote | None:
+        singles = [
+            quote
+            for node_id, quote in self.singles.items()
+            if node_id not in without | fork.barred
+            and (not fork.prefix or (fork.prefix == (node_id,) and END not in fork.barred))
+        ]
+        return first(filter(None, [*singles, self._pipeline(fork, without, SHORT)]))
+
     def _held(self, node_id: str) -> int:
         """Prompt tokens the node need not compute: at least one always is."""
         return min(self.cached.get(node_id, 0), max(self.request.prompt_tokens - 1, 0))
@@ -236,9 +261,6 @@ class _MeasuredCosting:
     def _quote(self, stages: tuple[Stage, ...]) -> Quote:
         return Quote(self._rates(min(self._held(s.node_id) for s in stages)).total(stages), stages)
 
-    def _single(self, state: NodeState) -> Quote:
-        return self._quote((Stage(state.node_id, *self.window),))
-
     def _levels(self) -> list[int]:
         """Lengths of held prefix to plan with: 0, and the longest ones that two nodes or more reach."""
         held = sorted((self._held(state.node_id) for state in self.states), reverse=True)[1:]
@@ -247,21 +269,31 @@ class _MeasuredCosting:
             self.exact = False
         return [0, *positive[:LEVELS]]
 
-    def _pipeline(self, without: frozenset[str]) -> Quote | None:
-        found = []
-        for level in self.levels:
-            reaching = [state for state in self.states if self._held(state.node_id) >= level]
-            if len(reaching) > EXACT_NODES:
-                reaching = [state for state in reaching if state.node_id not in without]
-                self.exact = self.exact and len(reaching) <= EXACT_NODES
-                reaching = self._promising(reaching, level)
-            pipeline = least_pipeline(self._mesh(reaching, level), without)
-            if pipeline is not None:
-                self.exact = self.exact and pipeline.exact
-                found.append(self._quote(pipeline.stages))
-        return least(found)
+    def _pipeline(self, fork: Fork, without: frozenset[str], effort: Effort) -> Quote | None:
+        """The least pipeline that keeps to the fork, over all levels of held prefix."""
+        exact = True
+        for returns in (False, True):
+            found = []
+            for level in self.levels:
+                reaching = [state for state in self.states if self._held(state.node_id) >= level]
+                if len(reaching) > EXACT_NODES:
+                    exact = False
+                    reaching = [state for state in reaching if state.node_id not in without]
+                    reaching = self._promising(reaching, level, fork)
+                mesh = self._mesh(reaching, level).without(without)
+                if not set(fork.prefix) <= set(mesh.node_ids):
+                    continue
+                pipeline = least_pipeline(mesh, effort, fork, returns=returns)
+                if pipeline is not None:
+                    exact = exact and pipeline.exact
+                    found.append(self._quote(pipeline.stages))
+            if found:
+                break
+        if effort is FULL:
+            self.exact = self.exact and exact
+        return first(found)
 
-    def _promising(self, states: list[NodeState], level: int) -> list[NodeState]:
+    def _promising(self, states: list[NodeState], level: int, fork: Fork) -> list[NodeState]:
         """At most about `EXACT_NODES` nodes: one complete route's, and per layer those of the least time per
         layer.
         """
@@ -280,8 +312,8 @@ class _MeasuredCosting:
         runners = [
             Runner(s.node_id, rates.queue(s.node_id), s.served_layers, s.mid_shard_entry) for s in ranked
         ]
-        route = cheapest(self.window, runners, hop=1).stages or ()
-        kept = {stage.node_id for stage in route}
+        route = cheapest(self.window, runners, 1, fork).stages or ()
+        kept = {stage.node_id for stage in route} | set(fork.prefix)
         holders = {layer: iter([s for s in ranked if _holds(s, layer)]) for layer in range(first, last + 1)}
         while holders and len(kept) < EXACT_NODES:
             for layer in list(holders):
@@ -337,9 +369,9 @@ class _MeasuredCosting:
             add("prefill chunk", f"{stage}, with its link", units)
             for stage, units in zip(stages, chunk_times, strict=True)
         )
-        slowest = stages[chunk_times.index(max(chunk_times))]
-        about = f"{rates.repeats} more at the pace of {slowest}"
-        prefill += add("prefill chunks", about, rates.repeats * max(chunk_times))
+        slowest, slowest_node = rates.slowest(stages)
+        about = f"{rates.repeats} more at the pace of {slowest_node}"
+        prefill += add("prefill chunks", about, rates.repeats * slowest)
         decode = add("embed", f"{head} x {expected}", rates.embed(head))
         for stage in stages:
             units = stage.layers * rates.decode_layer(stage.node_id)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from heapq import heappop, heappush
+from itertools import count
 
 from meshnet.routing import checks
-from meshnet.routing.borders import Runner, cheapest
+from meshnet.routing.borders import ANY, END, Fork, Runner, cheapest
 from meshnet.routing.checks import LayerRange
 from meshnet.routing.costing import Choice, Costing, CostModel, PlanInput, Quote
 from meshnet.routing.errors import NoRouteAvailable
@@ -14,8 +15,6 @@ from meshnet.routing.explanation import Candidate, Explanation, Plan
 from meshnet.routing.route import Route
 from meshnet.routing.state import NodeState, RoutingRequest, distinct, window_of
 from meshnet.routing.units import to_ms
-
-NOBODY: frozenset[str] = frozenset()
 
 
 def plan(
@@ -32,10 +31,9 @@ def plan(
 
     request        window, prompt and expected tokens; without a window: the layers that live nodes serve,
                    those that are excluded included, so that a full node never makes the model shorter
-    alternatives   how many further routes are wanted. Each is the cheapest that does without certain nodes of
-                   the routes before it, so routes that differ in a cut alone are not listed. The cheapest
-                   route that shares no node with the winner is always among them where it exists, as the
-                   standby
+    alternatives   how many further routes are wanted: the next by total, one per sequence of nodes, so that
+                   routes which differ in a cut alone are not listed. The cheapest that shares no node with
+                   the winner is always among them where it exists, as the standby
     model          a label
     excluded       node ids the caller rules out, each with the reason as the rest of a sentence
     cached_tokens  tokens of this prompt that a node already holds for the layers it would run; measured time
@@ -57,7 +55,7 @@ def plan(
     usable = tuple(state for state in known if state.alive and state.node_id not in ruled_out)
     costing = cost_model.open(PlanInput(request, window, usable, held))
     left_out = _left_out(known, window, ruled_out) | dict(costing.excluded)
-    choice = costing.choose(NOBODY)
+    choice = costing.prefer()
     if choice is None:
         considered = [state for state in usable if state.node_id not in costing.excluded]
         roomy = [
@@ -119,33 +117,30 @@ def _explained(
 def _others(costing: Costing, choice: Choice, wanted: int) -> tuple[list[Quote], Quote | None]:
     """The next routes in order, and the standby among them.
 
-    The first is the least route that does without some node of the winner. Leaving out one node more of each
-    route that was listed gives the further ones.
+    The routes are taken in order of their totals, one per sequence of nodes: what differs from a route that
+    was taken leaves its sequence after some node, so each place where it can be left is a search of its own.
     """
-    disjoint = costing.choose(choice.quote.nodes)
-    standby = None if disjoint is None else disjoint.quote
+    standby = costing.least(ANY, choice.quote.nodes)
     listed: list[Quote] = []
-    waiting: list[tuple[object, Quote, frozenset[str]]] = []
-    tried: set[frozenset[str]] = set()
-    seen = {choice.quote.stages}
+    waiting: list[tuple[object, int, Quote, Fork]] = []
+    searches = count()
 
-    def leave_out(quote: Quote, without: frozenset[str]) -> None:
-        for node_id in sorted(quote.nodes):
-            fewer = without | {node_id}
-            if fewer in tried:
-                continue
-            tried.add(fewer)
-            found = costing.choose(fewer)
-            if found is not None and found.quote.stages not in seen:
-                seen.add(found.quote.stages)
-                heappush(waiting, (found.quote.order, found.quote, fewer))
+    def search(fork: Fork) -> None:
+        quote = costing.least(fork, frozenset())
+        if quote is not None:
+            heappush(waiting, (quote.order, next(searches), quote, fork))
 
-    leave_out(choice.quote, NOBODY)
+    search(ANY)
     while waiting and len(listed) < wanted:
-        _, quote, without = heappop(waiting)
-        listed.append(quote)
+        _, _, quote, fork = heappop(waiting)
+        path = tuple(stage.node_id for stage in quote.stages)
+        if path != tuple(stage.node_id for stage in choice.quote.stages):
+            listed.append(quote)
         if len(listed) < wanted:
-            leave_out(quote, without)
+            for place in range(len(fork.prefix), len(path) + 1):
+                kept = fork.barred if place == len(fork.prefix) else frozenset()
+                following = path[place] if place < len(path) else END
+                search(Fork(path[:place], kept | {following}))
     if standby is not None and standby not in listed:
         listed = sorted([*listed[: wanted - 1], standby], key=lambda quote: quote.order)
     return listed, standby

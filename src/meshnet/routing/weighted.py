@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from meshnet.routing.borders import Runner, cheapest
+from meshnet.routing.borders import ANY, Fork, Runner, cheapest
 from meshnet.routing.checks import LayerRange
 from meshnet.routing.costing import Choice, PlanInput, Quote, Term
 from meshnet.routing.errors import NoRouteAvailable
@@ -146,13 +146,16 @@ class _WeightedCosting:
         self.excluded: dict[str, str] = {}
         self.short_of_room: frozenset[str] = frozenset()
 
-    def choose(self, without: frozenset[str]) -> Choice | None:
+    def prefer(self) -> Choice | None:
+        quote = self.least(ANY, frozenset())
+        return None if quote is None else Choice(quote, "is the cheapest complete route")
+
+    def least(self, fork: Fork, without: frozenset[str]) -> Quote | None:
         usable = [runner for runner in self.runners if runner.node_id not in without]
-        found = cheapest(self.window, usable, hop_units(self.weights))
+        found = cheapest(self.window, usable, hop_units(self.weights), fork)
         if found.stages is None:
             return None
-        quote = Quote(found.units + prompt_units(self.request, self.weights), found.stages)
-        return Choice(quote, "is the cheapest complete route")
+        return Quote(found.units + prompt_units(self.request, self.weights), found.stages)
 
     def describe(self, quote: Quote) -> tuple[tuple[Term, ...], dict[str, float]]:
         w = self.weights
