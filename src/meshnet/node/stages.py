@@ -136,6 +136,14 @@ class Stages:
             answer.node_id, answer.error_code, answer.error = lost.node_id, lost.code, lost.message
         else:
             session = opening.session
+            log.info(
+                "session opened",
+                call=session.call_id,
+                session=session.id,
+                start_layer=message.start_layer,
+                end_layer=message.end_layer,
+                upstream=upstream.node_id,
+            )
             answer.position, answer.replay_rows = opening.position, opening.replay_rows
             answer.decode_ms, answer.row_ms = self._times(session)
         return answer
