@@ -3,12 +3,13 @@ import { describe, expect, it } from 'vitest';
 import { seriesOf, stacked } from '../src/accounts/spending';
 import type { DaySpending } from '../src/accounts/types';
 import type { Call, MeshNode } from '../src/api/types';
+import { withNames } from '../src/base/nodes.svelte';
 import { bytes, duration, money, parseMoney } from '../src/base/format';
 import { ended, inFlight, NO_FILTER } from '../src/calls/list';
 import { describe as describeDetail } from '../src/calls/timeline';
-import { matches, NO_CONSOLE_FILTER } from '../src/console/filter';
+import { matches, NO_CONSOLE_FILTER, rest } from '../src/console/filter';
 import { barsOf, frameOf, routesOf, rowsOf, ticks, xOf } from '../src/mesh/picture';
-import { kindsOf, segmentsOf, splitVerdict, withNames } from '../src/routing/terms';
+import { kindsOf, segmentsOf, splitVerdict } from '../src/routing/terms';
 import type { PlanCandidate } from '../src/routing/types';
 import { addressOf, parsePlace } from '../src/shell/router.svelte';
 
@@ -123,7 +124,7 @@ describe('routing', () => {
   });
 
   it('writes names for ids', () => {
-    expect(withNames('n1 (0-14) -> n2 (15-29)', new Map([['n1', 'attic'], ['n2', 'cellar']]))).toBe('attic (0-14) -> cellar (15-29)');
+    expect(withNames('n1 (0-14) -> n2 (15-29)', [{ node_id: 'n1', name: 'attic' }, { node_id: 'n2', name: 'cellar' }])).toBe('attic (0-14) -> cellar (15-29)');
   });
 });
 
@@ -133,6 +134,12 @@ it('the console filters by level, event and text', () => {
   expect(matches(entry, { ...NO_CONSOLE_FILTER, level: 'error' })).toBe(false);
   expect(matches(entry, { ...NO_CONSOLE_FILTER, event: 'proxy', text: 'ATTIC' })).toBe(true);
   expect(matches(entry, { ...NO_CONSOLE_FILTER, event: 'node' })).toBe(false);
+});
+
+it('the console does not say twice what has a column of its own', () => {
+  const entry = { seq: 1, ms: 0, event: 'proxy connected', line: 'proxy connected call-1 to node-1', call_id: 'call-1' };
+  expect(rest(entry)).toBe('to node-1');
+  expect(rest({ ...entry, line: 'something else', call_id: null })).toBe('something else');
 });
 
 describe('spending', () => {

@@ -49,13 +49,19 @@ class Pages:
         if found is None:
             if "." in path.rsplit("/", 1)[-1]:
                 raise ApiError(404, f"there is no file {path[:100]!r}", code="not_found")
-            return FileResponse(index, headers={"content-security-policy": CSP, "cache-control": "no-cache"})
+            return self._send(request, index, "text/html; charset=utf-8", "no-cache")
         # Built files carry a hash of their content in their names.
         cache = "public, max-age=31536000, immutable" if path.startswith("assets/") else "no-cache"
         kind = mimetypes.guess_type(found.name)[0] or "application/octet-stream"
-        return FileResponse(
-            found, media_type=kind, headers={"content-security-policy": CSP, "cache-control": cache}
-        )
+        return self._send(request, found, kind, cache)
+
+    def _send(self, request: Request, found: Path, kind: str, cache: str) -> Response:
+        """The file, or what the build packed beside it where the client takes gzip."""
+        headers = {"content-security-policy": CSP, "cache-control": cache, "vary": "accept-encoding"}
+        packed = found.with_name(f"{found.name}.gz")
+        if "gzip" in request.headers.get("accept-encoding", "") and packed.is_file():
+            found, headers["content-encoding"] = packed, "gzip"
+        return FileResponse(found, media_type=kind, headers=headers)
 
     def _file(self, path: str) -> Path | None:
         if not path:

@@ -72,3 +72,8 @@ export function layers(first: number, last: number): string {
 export function plural(value: number, one: string, many = `${one}s`): string {
   return `${count(value)} ${value === 1 ? one : many}`;
 }
+
+/** Enough of an id to tell it from its neighbours. */
+export function shortId(id: string): string {
+  return id.length > 14 ? `${id.slice(0, 13)}…` : id;
+}

@@ -1,4 +1,4 @@
-// One colour per node, the same on every tab: by the order in which the nodes joined the mesh.
+// One colour per node, the same on every tab: by the order of the nodes' names when the page first met them.
 
 import { untrack } from 'svelte';
 import { live } from '../api/live.svelte';
@@ -11,7 +11,7 @@ export function nodeColour(nodeId: string): string {
   if (!order.has(nodeId)) {
     // All known nodes take their places first, so that the order does not depend on which tab is open.
     const known = untrack(() => [...live.nodes.values()]);
-    known.sort((a, b) => (a.joined_ms ?? 0) - (b.joined_ms ?? 0) || (a.node_id < b.node_id ? -1 : 1));
+    known.sort((a, b) => (a.name === b.name ? 0 : a.name < b.name ? -1 : 1));
     for (const id of [...known.map((node) => node.node_id), nodeId]) if (!order.has(id)) order.set(id, order.size);
   }
   const index = order.get(nodeId) ?? HUES;
@@ -20,4 +20,11 @@ export function nodeColour(nodeId: string): string {
 
 export function nodeName(nodeId: string, fallback?: string): string {
   return live.nodes.get(nodeId)?.name ?? fallback ?? nodeId;
+}
+
+/** Node ids in the tracker's sentences, written as the names that the rest of the page uses. */
+export function withNames(text: string, nodes: Iterable<{ node_id: string; name: string }>): string {
+  let result = text;
+  for (const { node_id, name } of nodes) if (node_id !== name) result = result.replaceAll(node_id, name);
+  return result;
 }

@@ -24,3 +24,11 @@ export function levelOf(entry: ConsoleEvent): 'info' | 'warning' | 'error' {
   const rank = RANK[entry.level ?? 'info'] ?? 1;
   return rank >= 3 ? 'error' : rank === 2 ? 'warning' : 'info';
 }
+
+/** The line without what stands in columns of its own: the event's name and the call's id. */
+export function rest(entry: ConsoleEvent): string {
+  let text = entry.line;
+  if (text.startsWith(entry.event)) text = text.slice(entry.event.length);
+  if (entry.call_id) text = text.replace(entry.call_id, '');
+  return text.replace(/ {2,}/g, ' ').trim();
+}

@@ -155,7 +155,7 @@ export function inWords(model: Model, rows: readonly MeshNode[]): string {
     })
     .join('; ');
   const gaps = model.gaps.map(([first, last]) => (first === last ? `${first}` : `${first} to ${last}`)).join(', ');
-  return `${model.name ?? model.id}, ${model.layers} layers. ${held || 'No node is shown'}. ${
+  return `${model.id}, ${model.layers} layers. ${held || 'No node is shown'}. ${
     gaps === '' ? 'No layer is missing.' : `Missing layers: ${gaps}.`
   }`;
 }

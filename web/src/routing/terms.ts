@@ -39,10 +39,3 @@ export function splitVerdict(candidates: readonly PlanCandidate[]): SplitVerdict
       .reduce<PlanCandidate | null>((a, b) => (a === null || b.total_ms < a.total_ms ? b : a), null);
   return { single: best(false), split: best(true) };
 }
-
-/** Node ids in the tracker's sentences, written as the names that the rest of the page uses. */
-export function withNames(text: string, names: ReadonlyMap<string, string>): string {
-  let result = text;
-  for (const [id, name] of names) if (id !== name) result = result.replaceAll(id, name);
-  return result;
-}
