@@ -1,8 +1,8 @@
 """Statements of the hot path, compiled once.
 
-SQLAlchemy's execution costs several times what SQLite itself does for such small statements. On SQLite a
-prepared statement therefore goes straight to the driver, on the same connection and in the same transaction;
-on PostgreSQL, where the network trip outweighs it, it is executed as usual.
+SQLAlchemy's execution costs several times what SQLite itself does for such small statements. In the writer of
+SQLite a prepared statement therefore goes straight to the driver, on the same connection and in the same
+transaction; on PostgreSQL, where the network trip outweighs it, it is executed as usual.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Prepared:
 
     def all(self, connection: Connection, values: Mapping[str, Sequence[Any]]) -> Sequence[Sequence[Any]]:
         """Reads all rows; each value is the list of an `IN`."""
-        if connection.dialect.name != "sqlite":
+        if connection.dialect.driver != "pysqlite":
             return connection.execute(self._statement, dict(values)).all()
         padded = {name: _padded(items) for name, items in values.items()}
         text, order = self._text(padded)
@@ -41,7 +41,7 @@ class Prepared:
 
     def many(self, connection: Connection, rows: list[dict[str, Any]]) -> None:
         """Writes one row for each of `rows`, which all have the statement's columns."""
-        if connection.dialect.name != "sqlite":
+        if connection.dialect.driver != "pysqlite":
             connection.execute(self._statement, rows)
             return
         text, order = self._text({})
