@@ -294,6 +294,12 @@ def test_manifest_of_split_files(tmp_path: Path) -> None:
         ),
         ({"metadata": [["general.architecture", 4, bytes(9)]]}, "longer than it says"),
         ({"metadata": []}, "names no general.architecture"),
+        ({"fingerprint": "../../../etc/passwd"}, "no sha256"),
+        ({"hashes": {"a": "b"}}, "no sha256"),
+        (
+            {"metadata": [["general.alignment", 4, bytes(4)], ["general.architecture", 8, ARCH[1].raw]]},
+            "general.alignment is 0",
+        ),
     ],
 )
 def test_manifests_are_not_trusted(random_models: RandomModel, change: dict[str, object], said: str) -> None:

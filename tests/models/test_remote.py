@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -17,6 +18,7 @@ from support.random_gguf import write_random_model
 from meshnet.models.errors import FetchFailed, HashMismatch, MissingPart, ModelError, NotGGUF
 from meshnet.models.fingerprint import combine, fingerprint, with_fingerprint
 from meshnet.models.gguf import ModelFile
+from meshnet.models.metadata import FLOAT32, Metadata, scalar_entry
 from meshnet.models.remote import (
     ByteSource,
     FetchProgress,
@@ -210,8 +212,23 @@ async def test_a_source_that_sends_too_much(model: ModelFile, plan: SlicePlan, t
 
 async def test_without_hashes_nothing_is_fetched(model: ModelFile, tmp_path: Path) -> None:
     unknown = ModelFile.open(model.path)
-    with pytest.raises(ModelError, match="no hash is known for"):
+    with pytest.raises(HashMismatch, match=r"the hash of token_embd\.weight is not known"):
         await fetch_slice(plan_slice(unknown, 2, 4), LocalSource(model), tmp_path / "s.gguf")
+
+
+async def test_a_manifest_that_was_changed(model: ModelFile, tmp_path: Path) -> None:
+    """Another hash, another value in the metadata: neither gives the fingerprint that was asked for."""
+    changed = [
+        dataclasses.replace(
+            model, tensor_hashes=(*model.tensor_hashes[:-1], (model.tensor_hashes[-1][0], "0" * 64))
+        )
+    ]
+    entries = {**model.metadata.entries(), "llama.rope.freq_base": scalar_entry(FLOAT32, 5.0)}
+    changed.append(dataclasses.replace(model, metadata=Metadata(entries)))
+    for other in changed:
+        distant = ModelFile.from_manifest(other.to_manifest())
+        with pytest.raises(HashMismatch, match="does not give the fingerprint"):
+            await fetch_slice(plan_slice(distant, 2, 4), LocalSource(model), tmp_path / "s.gguf")
 
 
 async def test_rate_limit() -> None:

@@ -197,12 +197,19 @@ def test_a_full_disk(tmp_path: Path, model_file: Path, monkeypatch: pytest.Monke
 
 
 def run_processes(script: str, arguments: list[tuple[object, ...]]) -> list[str]:
-    """What each of several processes, started together, prints."""
+    """The first line that each of several processes, started together, prints; they end when all have."""
     running = [
-        subprocess.Popen([sys.executable, "-c", script, *map(str, given)], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", script, *map(str, given)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for given in arguments
     ]
-    said = [process.communicate(timeout=60)[0] for process in running]
+    said = [process.stdout.readline() for process in running if process.stdout]
+    for process in running:
+        process.communicate(timeout=60)
     assert all(process.returncode == 0 for process in running)
     return said
 
@@ -215,7 +222,8 @@ from meshnet.models.gguf import ModelFile
 store, model = Store(Path(sys.argv[1])), ModelFile.open(sys.argv[2])
 time.sleep(max(0.0, float(sys.argv[3]) - time.time()))
 status = store.shard(model, 2, 5).stat()
-print(status.st_ino, status.st_mtime_ns)
+print(status.st_ino, status.st_mtime_ns, flush=True)
+sys.stdin.read()  # goes on using it until all have it
 """
 
 
@@ -268,8 +276,7 @@ _PULL = """
 import sys
 from pathlib import Path
 from meshnet.models.store import Store
-for file in sys.argv[2:]:
-    print(Store(Path(sys.argv[1])).pull(file).id)
+print(*(Store(Path(sys.argv[1])).pull(file).id for file in sys.argv[2:]))
 """
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from meshnet.models.errors import ModelError, TruncatedGGUF
+from meshnet.models.errors import HashMismatch, ModelError, TruncatedGGUF
 from meshnet.models.files import write_atomically
 from meshnet.models.gguf import ModelFile
 from meshnet.models.metadata import encode_pair
@@ -112,6 +112,23 @@ def fingerprint(
         write_atomically(kept, msgspec.json.encode(_Kept(stamps, found.value, found.tensor_hashes)))
         _forget_oldest(kept.parent)
     return found
+
+
+def verify(model: ModelFile) -> None:
+    """Raise HashMismatch unless the model's metadata and tensor hashes really give its fingerprint.
+
+    So that who knows the fingerprint can take a manifest from anyone, and tensors by their hashes after it.
+    """
+    hashes = dict(model.tensor_hashes)
+    missing = [tensor.name for tensor in model.tensors if tensor.name not in hashes]
+    if missing or not model.fingerprint:
+        what = f"the hash of {missing[0]}" if missing else "its fingerprint"
+        raise HashMismatch(f"{model.name}: {what} is not known; ask for a manifest with all hashes")
+    if combine(model, hashes) != model.fingerprint:
+        raise HashMismatch(
+            f"{model.name}: its description does not give the fingerprint {model.fingerprint[:16]}…; "
+            "ask another machine for the manifest"
+        )
 
 
 def with_fingerprint(model: ModelFile, found: Fingerprint) -> ModelFile:

@@ -21,6 +21,7 @@ from meshnet.models.header import (
     TYPE_NAMES,
     Cursor,
     Tensor,
+    alignment_of,
     check_shape,
     parse_header,
     read_value,
@@ -31,6 +32,8 @@ from meshnet.models.metadata import Entry, Metadata
 MAX_PARTS = 1 << 10
 MAX_LAYERS = 1 << 12
 
+_SHA256 = re.compile(r"^[0-9a-f]{64}$")
+_NO_HASH = "0" * 64
 _SPLIT_NAME = re.compile(r"^(?P<stem>.*)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf$", re.DOTALL)
 
 
@@ -243,6 +246,10 @@ class ModelFile:
             if cursor.at != len(raw):
                 raise BadGGUF(f"model manifest: {key} is longer than it says; ask for it again")
             entries[key] = entry
+        if not all(
+            _SHA256.match(each) for each in (manifest.fingerprint or _NO_HASH, *manifest.hashes.values())
+        ):
+            raise BadGGUF("model manifest: a hash in it is no sha256 in hex; ask for it again")
         files = tuple(SourceFile(Path(name).name, size, None) for name, size in manifest.files)
         tensors = []
         for item in manifest.tensors:
@@ -313,10 +320,10 @@ def assemble(label: str, parts: Sequence[tuple[SourceFile, Metadata, list[Tensor
     tensors = [tensor for _, _, own in parts for tensor in own]
     entries = parts[0][1].entries()
     for index, (file, metadata, _) in enumerate(parts):
-        stated = (metadata.integer("split.no") or 0, metadata.integer("split.count") or 1)
-        if stated != (index, len(parts)):
+        place = (metadata.integer("split.no") or 0, metadata.integer("split.count") or 1)
+        if place != (index, len(parts)):
             raise MissingPart(
-                f"{file.name}: is part {stated[0] + 1} of {stated[1]} by its own metadata, "
+                f"{file.name}: is part {place[0] + 1} of {place[1]} by its own metadata, "
                 f"not {index + 1} of {len(parts)}; fetch this part again"
             )
     claimed = parts[0][1].integer("split.tensors.count")
@@ -326,14 +333,16 @@ def assemble(label: str, parts: Sequence[tuple[SourceFile, Metadata, list[Tensor
             "the parts belong to different models, fetch them again"
         )
     whole = Metadata({key: entry for key, entry in entries.items() if not key.startswith("split.")})
-    shard_of = whole.text("meshnet.fingerprint") if "meshnet.first_layer" in whole else None
-    model = ModelFile(tuple(file for file, _, _ in parts), whole, tuple(tensors), shard_of or "")
+    stated = whole.text("meshnet.fingerprint") if "meshnet.first_layer" in whole else None
+    shard_of = stated if stated and _SHA256.match(stated) else ""
+    model = ModelFile(tuple(file for file, _, _ in parts), whole, tuple(tensors), shard_of)
     _check_model(label, model)
     return model
 
 
 def _check_model(label: str, model: ModelFile) -> None:
     """A header can be well-formed and still not describe a model that anything here could use."""
+    alignment_of(label, model.metadata)
     if not model.arch:
         raise BadGGUF(f"{label}: names no general.architecture; give a language model")
     if len(model.by_name) != len(model.tensors):

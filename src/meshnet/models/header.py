@@ -187,6 +187,16 @@ def check_shape(label: str, name: str, shape: tuple[int, ...], ggml_type: int) -
         )
 
 
+def alignment_of(label: str, metadata: Metadata) -> int:
+    """What the offsets of a file's tensors are multiples of. Raises BadGGUF."""
+    if "general.alignment" not in metadata:
+        return DEFAULT_ALIGNMENT
+    alignment = metadata.integer("general.alignment")
+    if alignment is None or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+        raise BadGGUF(f"{label}: general.alignment is {alignment}, not a power of two; the file is damaged")
+    return alignment
+
+
 def parse_header(
     label: str, size: int, read: Callable[[int, int], bytes], file_index: int = 0
 ) -> tuple[Metadata, list[Tensor]]:
@@ -221,10 +231,7 @@ def parse_header(
             raise BadGGUF(f"{label}: the metadata key {key} stands twice; the file is damaged")
         entries[key] = read_value(cursor, key, cursor.u32(key))
     metadata = Metadata(entries)
-    stated = "general.alignment" in metadata
-    alignment = metadata.integer("general.alignment") if stated else DEFAULT_ALIGNMENT
-    if alignment is None or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
-        raise BadGGUF(f"{label}: general.alignment is {alignment}, not a power of two; the file is damaged")
+    alignment = alignment_of(label, metadata)
     infos: list[tuple[str, tuple[int, ...], int, int]] = []
     names: set[str] = set()
     for _ in range(n_tensors):

@@ -20,8 +20,9 @@ from typing import Protocol
 
 import msgspec
 
-from meshnet.models.errors import FetchFailed, HashMismatch, ModelError
+from meshnet.models.errors import FetchFailed, HashMismatch
 from meshnet.models.files import sync_folder, write_atomically
+from meshnet.models.fingerprint import verify
 from meshnet.models.gguf import ModelFile
 from meshnet.models.slice import Piece, SlicePlan
 
@@ -120,14 +121,13 @@ async def fetch_slice(
 ) -> Path:
     """Put the slice of `plan` at `out`, its bytes from `source`, each tensor checked against its sha256.
 
-    The plan's model must know its tensor hashes. After a SourceCut it tries again from where it was, until
-    `attempts` in a row brought nothing; a tensor with a wrong hash is fetched once more. What is verified
-    stays for the next call. Raises FetchFailed, HashMismatch, or what the source raises.
+    The plan's model must know its fingerprint and tensor hashes, which are checked against each other; that
+    the fingerprint is the wanted one is the caller's to check. After a SourceCut it tries again from where it
+    was, until `attempts` in a row brought nothing; a tensor with a wrong hash is fetched once more. What is
+    verified stays for the next call. Raises FetchFailed, HashMismatch, or what the source raises.
     """
+    await asyncio.to_thread(verify, plan.model)
     hashes = dict(plan.model.tensor_hashes)
-    missing = [piece.source_name for piece in plan.pieces if piece.source_name not in hashes]
-    if missing:
-        raise ModelError(f"{plan.model.name}: no hash is known for {missing[0]}; ask for the manifest again")
     part = out.with_name(f".{out.name}.part")
     try:
         fetch = await asyncio.to_thread(_Fetch, plan, source, part, hashes, report, limit, attempts, sleep)

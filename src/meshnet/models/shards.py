@@ -58,7 +58,12 @@ class ShardCache:
         """
         path = self.path_of(fingerprint, plan.first, plan.last)
         while (held := self._hold(path)) is None:
-            with FileLock.take(_lock_of(path)):
+            # never waits for the lock: who made the slice meanwhile holds it as long as it uses the slice
+            lock = FileLock.attempt(_lock_of(path))
+            if lock is None:
+                time.sleep(_POLL_S)
+                continue
+            with lock:
                 if not path.exists():
                     _remove_debris(path)
                     self.make_room(plan.copy_bytes + len(plan.header), path)

@@ -39,7 +39,7 @@ from meshnet.models.architecture import (
 from meshnet.models.errors import LayersOutside, ModelError, TruncatedGGUF, Uncuttable
 from meshnet.models.files import sync_folder
 from meshnet.models.gguf import ModelFile
-from meshnet.models.header import DEFAULT_ALIGNMENT, QUANT_SIZES, Tensor, tensor_bytes
+from meshnet.models.header import QUANT_SIZES, Tensor, alignment_of, tensor_bytes
 from meshnet.models.metadata import ARRAY, BOOL, STRING, UINT32, Entry, array_entry, encode_pair, scalar_entry
 
 F32, Q4_0, IQ1_S = 0, 2, 19
@@ -251,8 +251,7 @@ def _lay_out(
     entries: dict[str, Entry],
     infos: list[_Info],
 ) -> SlicePlan:
-    stated = model.metadata.integer("general.alignment")
-    alignment = stated or DEFAULT_ALIGNMENT
+    alignment = alignment_of(model.name, model.metadata)
 
     def aligned(offset: int) -> int:
         return (offset + alignment - 1) // alignment * alignment
