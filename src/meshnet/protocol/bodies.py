@@ -177,7 +177,7 @@ class ChatBody(Body, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: str | Choice | None = None
     parallel_tool_calls: bool | None = None
-    # Known to OpenAI, not to meshnet: taken only where the value asks for nothing (_CHAT_NEUTRAL).
+    # Known to OpenAI, not to meshnet: taken only where the value asks for nothing (CHAT_NEUTRAL).
     audio: Any = None
     function_call: Any = None
     functions: Any = None
@@ -196,7 +196,7 @@ class ChatBody(Body, kw_only=True):
 class CompletionBody(Body, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    # As above (_COMPLETION_NEUTRAL).
+    # As above (COMPLETION_NEUTRAL).
     best_of: Any = None
     echo: Any = None
     suffix: Any = None

@@ -193,7 +193,7 @@ def _template_tool(tool: FunctionTool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-_CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
+CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": ("none",),
     "functions": ([],),
@@ -208,7 +208,7 @@ _CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-_COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {"best_of": (1,), "echo": (False,), "suffix": ("",)}
+COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {"best_of": (1,), "echo": (False,), "suffix": ("",)}
 
 _decode_chat = msgspec.json.Decoder(ChatBody).decode
 _decode_completion = msgspec.json.Decoder(CompletionBody).decode
@@ -220,7 +220,7 @@ _decode_completion = msgspec.json.Decoder(CompletionBody).decode
 def parse_chat(body: bytes, limits: Limits = Limits()) -> ChatRequest:
     """The request of `/v1/chat/completions`. Raises ApiError (400) naming the parameter."""
     wire = _decode(_decode_chat, body)
-    _refuse_unless_neutral(wire, _CHAT_NEUTRAL)
+    _refuse_unless_neutral(wire, CHAT_NEUTRAL)
     tools, choice = _tools(wire, limits)
     form, schema = _response_format(wire.response_format)
     if wire.stop:
@@ -241,7 +241,7 @@ def parse_chat(body: bytes, limits: Limits = Limits()) -> ChatRequest:
 def parse_completion(body: bytes, limits: Limits = Limits()) -> CompletionRequest:
     """The request of `/v1/completions`. Raises ApiError (400) naming the parameter."""
     wire = _decode(_decode_completion, body)
-    _refuse_unless_neutral(wire, _COMPLETION_NEUTRAL)
+    _refuse_unless_neutral(wire, COMPLETION_NEUTRAL)
     if wire.best_of is not None and wire.n not in (None, 1):
         raise refused("best_of", "best_of must not be smaller than n, and only 1 is supported")
     return CompletionRequest(
