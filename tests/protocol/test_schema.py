@@ -93,13 +93,14 @@ def test_random_tokens_of_llama_cpp_validate(index: int, judge: Judge) -> None:
     vocabulary = judge.tokenizer
     grammar = judge.load(schema_grammar(schema))
     closers = [int(t) for c in ('"}', "}", '"', "]") for t in vocabulary.encode(c, add_bos=False)]
+    everything = np.arange(vocabulary.n_vocab, dtype=np.int32)
     rng = np.random.default_rng(index)
     ended = 0
     for _ in range(12):
         grammar.reset()
         pieces: list[bytes] = []
         for _ in range(60):
-            allowed = grammar.allowed()
+            allowed = grammar.allowed(everything)
             free = [t for t in closers if allowed[t]]
             choices = [t for t in np.flatnonzero(allowed) if int(t) not in vocabulary.eog]
             if allowed[vocabulary.eos] and (not choices or rng.random() < 0.5):
