@@ -156,6 +156,8 @@ class Session:
     results: Link | None = None
     """The tail's way to the head; None where the head is this node."""
     kept: deque[pb.Token] = field(default_factory=lambda: deque(maxlen=KEPT_RESULTS))
+    ready: bool = False
+    """Open here and on all stages below."""
     closed: bool = False
     parked_at: float | None = None
     """Since when it waits for another attempt to take it over: its route broke."""
@@ -275,6 +277,8 @@ def find_shard(shards: Sequence[Shard], fingerprint: str, start: int, end: int) 
 def check_step(session: Session, step: pb.Step) -> None:
     """Raises Refused (bad_step) where a step cannot be the session's next one. Rollback is a step that
     begins below what the session holds."""
+    if not session.ready:
+        raise Refused("bad_step", "the session is not open yet")
     if step.sequence != session.sequence:
         raise Refused("bad_step", f"step {step.sequence} came where {session.sequence} was expected")
     if step.position > session.accepted:

@@ -165,6 +165,7 @@ class Stages:
         if session.closed:
             self._close_below(session, keep_prefix=False)
             raise Refused("closed", f"session {session.id} was closed while it was opened")
+        session.ready = True
         return Opening(session, position, replay_rows, spans)
 
     async def _place(
