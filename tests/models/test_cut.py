@@ -29,6 +29,7 @@ TOKENS = 48
 # borders that fit no pattern, single layers of every kind at both ends and in the middle
 CUTS: dict[str, list[list[int]]] = {
     "llama": [[22], [1], [39], [13, 14, 30]],
+    "gpt-oss": [[3], [1, 2, 5], [7]],
     "gemma3": [[7], [1, 5, 6], [11, 12], [13]],
     "qwen35moe": [[22], [1, 3, 4], [39], [37, 38]],
 }

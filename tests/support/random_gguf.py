@@ -39,6 +39,7 @@ CUTTABLE = (
     "qwen3moe",
     "gemma3",
     "phi3",
+    "gpt-oss",
     "qwen3next",
     "qwen35",
     "qwen35moe",
@@ -260,6 +261,21 @@ def _phi3(w: _Writer, block: str, layer: int) -> None:
     w.matrix(f"{block}.ffn_down", s.n_embd, s.n_ff)
 
 
+def _gpt_oss(w: _Writer, block: str, layer: int) -> None:
+    """Attention with a sink per head, experts, and a bias on everything."""
+    s = w.shape
+    w.norm(f"{block}.attn_norm", s.n_embd)
+    _attention(w, block, bias=True)
+    w.vector(f"{block}.attn_output.bias", s.n_embd, 0.0, 0.1)
+    w.vector(f"{block}.attn_sinks.weight", s.n_head, 0.0, 1.0)
+    w.norm(f"{block}.post_attention_norm", s.n_embd)
+    _experts(w, block, shared=False)
+    w.vector(f"{block}.ffn_gate_inp.bias", s.n_expert, 0.0, 0.1)
+    for name, size in (("gate", s.n_ff_exp), ("up", s.n_ff_exp), ("down", s.n_embd)):
+        values = 0.1 * w.random.standard_normal((s.n_expert, size), dtype=np.float32)
+        w.put(f"{block}.ffn_{name}_exps.bias", values)
+
+
 def _gated_attention(w: _Writer, block: str) -> None:
     """Full attention whose queries come with a gate of the same size."""
     s = w.shape
@@ -319,12 +335,13 @@ _LAYERS: dict[str, Callable[[_Writer, str, int], None]] = {
     "qwen3moe": _qwen3moe,
     "gemma3": _gemma3,
     "phi3": _phi3,
+    "gpt-oss": _gpt_oss,
     "qwen3next": _hybrid,
     "qwen35": _hybrid,
     "qwen35moe": _hybrid,
     "smollm3": _llama,
 }
-_MIXTURES = ("qwen2moe", "qwen3moe", "qwen3next", "qwen35moe")
+_MIXTURES = ("qwen2moe", "qwen3moe", "gpt-oss", "qwen3next", "qwen35moe")
 _HYBRIDS = ("qwen3next", "qwen35", "qwen35moe")
 
 
@@ -349,7 +366,7 @@ def _metadata(w: _Writer) -> None:
         w.key("expert_count", s.n_expert)
         w.key("expert_used_count", s.n_expert_used)
         w.key("expert_feed_forward_length", s.n_ff_exp)
-        if w.arch != "qwen3moe":
+        if w.arch not in ("qwen3moe", "gpt-oss"):
             w.key("expert_shared_feed_forward_length", s.n_ff_exp)
     if w.arch in _HYBRIDS:
         w.key("full_attention_interval", s.full_attention_every)
@@ -361,8 +378,9 @@ def _metadata(w: _Writer) -> None:
     if w.arch in ("qwen35", "qwen35moe"):
         # 4 of them, like the layers of a short model: they must not be taken for one per layer
         w.key("rope.dimension_sections", [6, 5, 5, 0])
-    if w.arch == "gemma3":
+    if w.arch in ("gemma3", "gpt-oss"):
         w.key("attention.sliding_window", SLIDING_WINDOW)
+    if w.arch == "gemma3":
         w.key("rope.freq_base_swa", 1000.0)
     if w.arch == "phi3":
         w.key("rope.scaling.original_context_length", N_CTX_TRAIN)

@@ -68,6 +68,7 @@ _CUTTABLE = {
         Architecture("qwen3moe"),
         Architecture("phi3"),
         Architecture("gemma3", full_window_every=6),
+        Architecture("gpt-oss", full_window_every=2, demands_output=True),
         Architecture("qwen3next", full_attention_every=4),
         Architecture("qwen35", positions_per_row=4, full_attention_every=4),
         Architecture("qwen35moe", positions_per_row=4, full_attention_every=4),
