@@ -306,9 +306,9 @@ async def test_the_tracker_ends_when_its_parent_is_gone(tmp_path: Path) -> None:
     script = (
         "import os, subprocess, sys\n"
         "env = {**os.environ, 'MESHNET_PARENT_PID': str(os.getpid())}\n"
-        "command = [sys.executable, '-m', 'meshnet', 'tracker', '--port', '0', '--grpc-port', '0', '--json']\n"
-        "child = subprocess.Popen([*command, '--data', sys.argv[1]], env=env, stdout=subprocess.PIPE,"
-        " stderr=subprocess.DEVNULL)\n"
+        "ports = ['--port', '0', '--grpc-port', '0', '--json']\n"
+        "command = [sys.executable, '-m', 'meshnet', 'tracker', *ports, '--data', sys.argv[1]]\n"
+        "child = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)\n"
         "child.stdout.readline()\n"
         "print(child.pid, flush=True)\n"
     )

@@ -12,6 +12,7 @@ from meshnet.tracker.calls import (
     End,
     Event,
     Finished,
+    GoOn,
     HeadFailed,
     NodeLost,
     NoPlace,
@@ -67,7 +68,7 @@ def test_a_downstream_node_is_repaired_and_the_head_told() -> None:
             Placed(("a", "c"), same_head=True),
         ]
     )
-    assert effects == [Open(), Repair(frozenset({"b"})), Reroute()]
+    assert effects == [Open(), Repair(frozenset({"b"}), frozenset({"b"})), Reroute()]
     assert (state.epoch, state.nodes, state.reroutes, state.repairing) == (1, ("a", "c"), 1, True)
     state, _ = step(state, TokensCame())
     assert not state.repairing
@@ -89,6 +90,26 @@ def test_what_the_head_says_of_itself_counts_as_its_own_failure() -> None:
 def test_a_report_about_a_stranger_blames_nobody() -> None:
     _, effects = run([Placed(("a", "b")), NodeLost("z", "engine", "broken")])
     assert effects[-1] == Place(frozenset())
+
+
+def test_a_report_that_the_tracker_has_acted_on_already_changes_nothing() -> None:
+    events: list[Event] = [Placed(("a", "b")), TokensCame(), NodeLost("b", "lost", "by the mesh")]
+    state, _ = run([*events, Placed(("a", "c"), same_head=True)])
+    after, effects = step(state, NodeLost("b", "unreachable", "by the head"))
+    assert effects == (GoOn(),)
+    assert after == state
+
+
+def test_a_busy_node_is_avoided_and_may_take_the_call_later() -> None:
+    state, effects = run([Placed(("a", "b")), NodeLost("b", "busy", "no slots")])
+    assert effects[-1] == Repair(frozenset({"b"}), frozenset(), frozenset({"b"}))
+    assert (state.excluded, state.reroutes) == (frozenset(), 0)
+    state, effects = run([Placed(("a",)), HeadFailed("busy", "no slots")])
+    assert effects[-1] == Place(frozenset(), frozenset({"a"}))
+    again: list[Event] = [HeadFailed("busy", "no slots"), Placed(("a",))]
+    assert run([Placed(("a",)), *again * 60])[1][-1] == End(
+        "failed", 503, "busy", "nodes refused the call 41 times: busy"
+    )
 
 
 def test_no_place_ends_by_how_far_the_call_has_come() -> None:

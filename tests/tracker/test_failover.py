@@ -234,6 +234,47 @@ async def test_a_node_that_refuses_for_lack_of_slots_is_passed_over(tracker: Run
     assert second.seen[0].call.epoch == 1
 
 
+async def test_where_only_the_busy_node_is_left_the_call_waits_for_it(tracker: Running) -> None:
+    node = await tracker.node()
+    node.script.refuse_status = 503
+    call = asyncio.create_task(tracker.chat())
+    await asyncio.sleep(0.6)
+    assert not call.done()
+    node.script.refuse_status = 0
+    assert (await call).status == 200
+
+
+async def test_a_downstream_node_that_the_mesh_loses_is_replaced_before_the_head_notices(
+    tracker: Running,
+) -> None:
+    head, tail = await split(tracker)
+    spare = await tracker.node(layers=(15, 29), name="spare", decode_ms=5.0)
+    body, _ = await whole_text(tracker, head, lambda seen: tail.leave())
+    assert text_of(body) == WHOLE
+    assert head.seen[0].reroutes[0].failed == (tail.node_id,)
+    assert [s.node_id for s in head.seen[0].ticket.stages] == [head.node_id, spare.node_id]
+
+
+async def test_a_downstream_node_that_only_the_tracker_lost_stays_where_nobody_can_replace_it(
+    tracker: Running,
+) -> None:
+    head, tail = await split(tracker)
+    body, call_id = await whole_text(tracker, head, lambda seen: tail.leave())
+    assert text_of(body) == WHOLE
+    assert (await tracker.get(f"/api/calls/{call_id}"))["reroutes"] == 0
+
+
+async def test_a_new_head_is_told_how_the_prompt_was_cut(tracker: Running) -> None:
+    head = await tracker.node(name="first")
+    head.script.tokens, head.script.interval_s, head.script.spans = COUNT, 0.02, ((0, 3), (3, 5))
+    other = await tracker.node(name="second", decode_ms=5.0)
+    other.script.tokens = COUNT
+    tracker.nodes.remove(head)
+    body, _ = await whole_text(tracker, head, lambda seen: head.vanish())
+    assert text_of(body) == WHOLE
+    assert other.seen[0].call.spans == ((0, 3), (3, 5))
+
+
 async def test_a_node_dies_while_the_call_is_in_prefill_and_while_it_waits(tracker: Running) -> None:
     first = await tracker.node(name="first", slots=1)
     first.script.first_s = 100

@@ -120,8 +120,8 @@ async def test_a_flapping_node_is_set_aside_with_growing_pauses(start: Start) ->
     for _ in range(3):
         await node.leave()
         await tracker.until(lambda: tracker.state(node) == "lost")
-        await node.join(tracker.grpc)
         begun = asyncio.get_running_loop().time()
+        await node.join(tracker.grpc)
         await tracker.wait_ready(node)
         pauses.append(asyncio.get_running_loop().time() - begun)
     assert pauses[1] >= 0.4

@@ -35,6 +35,8 @@ from meshnet.protocol.calls import (
     StageTimes,
     TokenCount,
     TokenEvent,
+    Weighed,
+    WeighedToken,
     encode_event,
 )
 from meshnet.protocol.tickets import Ticket, verify_ticket
@@ -60,6 +62,12 @@ class Script:
     probe_error: str = ""
     reason: str = "length"
     by: str = "limit"
+    spans: tuple[tuple[int, int], ...] = ()
+    end_token: int = -1
+    weighs: Callable[[int], WeighedToken] | None = None
+    """How the node sees a token of an answer that it is asked to check."""
+    compute_ms: float = 5.0
+    """Of the whole call, per stage."""
     pad: int = 0
     """Extra characters per token, for slow readers."""
 
@@ -398,7 +406,11 @@ class WireNode:
             await emit(script.error)
             return
         await asyncio.sleep(script.first_s)
-        await emit(Opened(script.prompt_tokens))
+        await emit(Opened(script.prompt_tokens, spans=script.spans))
+        if call.check:
+            weigh = script.weighs or (lambda token: WeighedToken(token, -0.1, -0.1, token, True))
+            await emit(Weighed(tuple(map(weigh, call.check))), Done(script.prompt_tokens, 0))
+            return
         for step in range(script.prefill_steps):
             await emit(Prefill(step + 1, script.prefill_steps))
             await asyncio.sleep(script.prefill_step_s)
@@ -418,7 +430,11 @@ class WireNode:
         await asyncio.sleep(script.last_s)
         await self._hitches(seen, emit)
         await emit(Stages(self.stage_times(seen, sum(done))))
-        ends = [ChoiceEnd(c, script.reason, script.by) for c in range(n) if c not in call.ended]
+        ends = [
+            ChoiceEnd(c, script.reason, script.by, "", script.end_token)
+            for c in range(n)
+            if c not in call.ended
+        ]
         await emit(*ends, Done(script.prompt_tokens, sum(done)))
 
     async def _hitches(self, seen: Seen, emit: Callable[..., Any]) -> None:
@@ -437,7 +453,7 @@ class WireNode:
                 s.node_id,
                 s.start_layer,
                 s.end_layer,
-                5.0,
+                self.script.compute_ms,
                 0.5,
                 0.2,
                 tokens,

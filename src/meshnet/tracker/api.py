@@ -21,6 +21,7 @@ from meshnet.tracker.bodies import check_json, read_body
 from meshnet.tracker.books.facade import Books
 from meshnet.tracker.books.records import KeyInfo
 from meshnet.tracker.console import Entry
+from meshnet.tracker.experience import BooksExperience
 from meshnet.tracker.feed import EVERYONE, NODE_INTERVAL_S, Audience, Feed, Viewer
 from meshnet.tracker.live import LiveCall
 from meshnet.tracker.members import Node
@@ -57,6 +58,7 @@ class Tracker:
     feed: Feed
     metrics: Metrics
     authenticator: Authenticator
+    experience: BooksExperience
     grpc_port: int = 0
     started_s: int = 0
     stopping: bool = False
@@ -117,6 +119,7 @@ class Api:
             ("POST", "/api/route/preview", self.route_preview),
             ("GET", "/api/settings/routing", self.get_routing),
             ("PUT", "/api/settings/routing", self.put_routing),
+            ("GET", "/api/statistics", self.statistics),
             ("POST", "/api/tickets", self.make_ticket),
             ("POST", "/api/invite", self.invite),
         ]
@@ -230,7 +233,7 @@ class Api:
 
     def _node(self, node: Node) -> dict[str, Any]:
         now = self.t.roster.clock()
-        return node_view(node, now, self._engine_note(node))
+        return node_view(node, now, self.t.experience.trust(node.node_id), self._engine_note(node))
 
     def _engine_note(self, node: Node) -> str:
         """Says so where unlike engine versions keep nodes of one model off each other's routes."""
@@ -387,6 +390,10 @@ class Api:
         if self.t.feed.watched:
             self._show_models()
         return answer(self.t.tuning.view())
+
+    async def statistics(self, request: Request) -> Response:
+        require_admin(_key(request))
+        return answer(self.t.experience.view())
 
     async def make_ticket(self, request: Request) -> Response:
         require_admin(_key(request))

@@ -22,8 +22,9 @@ Phase = Literal[
 ]
 Outcome = Literal["complete", "cancelled", "failed"]
 ENDED: frozenset[Phase] = frozenset({"complete", "cancelled", "failed"})
-BUSY_CODES = frozenset({"no_slots", "no_room", "busy", "draining", "loading"})
+BUSY_CODES = frozenset({"no_slots", "busy", "draining", "loading"})
 """A node's refusals that say nothing against it: another node, or the same later, may take the call."""
+MAX_BUSY = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,10 @@ class State:
     sent: bool = False
     excluded: frozenset[str] = frozenset()
     """Nodes that failed this call."""
+    avoided: frozenset[str] = frozenset()
+    """Nodes that were busy a moment ago."""
     reroutes: int = 0
+    busy: int = 0
     degraded: bool = False
     repairing: bool = False
 
@@ -159,16 +163,27 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Find a route for the whole model and hold it; then open the head with what was generated so far."""
+    """Find a route for the whole model and hold it; then open the head with what was generated so far.
+
+    `avoid` are to be passed over where that is possible.
+    """
 
     without: frozenset[str]
+    avoid: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """Find substitutes for `without` and send the head a Reroute."""
+    """Find substitutes for `lost` and send the head a Reroute."""
 
+    lost: frozenset[str]
     without: frozenset[str]
+    avoid: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class GoOn:
+    """Nothing to decide: listen to the head further."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +212,7 @@ class End:
     param: str | None = None
 
 
-Effect = Place | Repair | Open | Reroute | UseFallback | End
+Effect = Place | Repair | GoOn | Open | Reroute | UseFallback | End
 Step = tuple[State, tuple[Effect, ...]]
 
 
@@ -239,10 +254,10 @@ def _end(state: State, end: End) -> Step:
 
 def _placed(state: State, event: Placed) -> Step:
     epoch = state.epoch + 1 if state.nodes else 0
+    state = replace(state, nodes=event.nodes, epoch=epoch, avoided=frozenset())
     if event.same_head:
-        return replace(state, nodes=event.nodes, epoch=epoch), (Reroute(),)
-    phase: Phase = "route_selected"
-    return replace(state, phase=phase, nodes=event.nodes, epoch=epoch, opened=False), (Open(),)
+        return state, (Reroute(),)
+    return replace(state, phase="route_selected", opened=False), (Open(),)
 
 
 def _no_place(state: State, event: NoPlace) -> Step:
@@ -260,24 +275,33 @@ def _no_place(state: State, event: NoPlace) -> Step:
 
 
 def _node_lost(state: State, event: NodeLost) -> Step:
+    if event.node_id in state.excluded and event.node_id not in state.nodes:
+        # The head tells what the tracker has acted on already.
+        return state, (GoOn(),)
     if event.node_id == state.head or event.node_id not in state.nodes:
-        # The head speaks of itself, or of a route that is no longer this one: start over with another head.
+        # The head speaks of itself, or of a node that is not in its route: start over.
         return _head_failed(state, HeadFailed(event.code, event.message), blame=event.node_id == state.head)
     state, too_many = _counted(state, event.node_id, event.code)
     if too_many is not None:
         return _end(state, too_many)
-    return state, (Repair(state.excluded),)
+    lost = frozenset(state.nodes) & (state.excluded | state.avoided)
+    return state, (Repair(lost, state.excluded, state.avoided),)
 
 
 def _head_failed(state: State, event: HeadFailed, *, blame: bool = True) -> Step:
     state, too_many = _counted(state, state.head if blame else "", event.code)
     if too_many is not None:
         return _end(state, too_many)
-    return state, (Place(state.excluded),)
+    return state, (Place(state.excluded, state.avoided),)
 
 
 def _counted(state: State, failed: str, code: str) -> tuple[State, End | None]:
-    """Another repair, if the call may have one. A busy node is passed over for this call as well."""
+    """Another repair, if the call may have one. A busy node is avoided, any other is excluded."""
+    if failed and code in BUSY_CODES:
+        state = replace(state, avoided=state.avoided | {failed}, busy=state.busy + 1, repairing=True)
+        if state.busy > MAX_BUSY:
+            return state, End("failed", 503, "busy", f"nodes refused the call {state.busy} times: {code}")
+        return state, None
     excluded = state.excluded | {failed} if failed else state.excluded
     state = replace(state, excluded=excluded, reroutes=state.reroutes + 1, repairing=True)
     if state.reroutes > state.rules.max_reroutes:

@@ -17,8 +17,10 @@ from meshnet.protocol.tickets import Ticket, sign_ticket
 from meshnet.routing import Stage
 from meshnet.tracker import calls
 from meshnet.tracker.books.facade import Books
-from meshnet.tracker.books.records import BooksError, BooksUnavailable, KeyInfo, Refusal, Usage, Work
+from meshnet.tracker.books.records import BooksUnavailable, KeyInfo, Refusal
 from meshnet.tracker.catalogue import Model
+from meshnet.tracker.checking import Checker
+from meshnet.tracker.gathering import Gathered
 from meshnet.tracker.heads import HeadError, Heads
 from meshnet.tracker.live import LiveCall
 from meshnet.tracker.placement import Chosen, Placement
@@ -27,6 +29,7 @@ from meshnet.tracker.recorder import Recorder
 from meshnet.tracker.roster import Roster
 from meshnet.tracker.running import Order, Result, Run
 from meshnet.tracker.settings import TrackerSettings
+from meshnet.tracker.settlement import Settlement
 from meshnet.tracker.shelf import Shelf
 from meshnet.tracker.sinks import Sink
 
@@ -69,6 +72,8 @@ class Orchestrator:
         self.recorder = recorder
         self.routing_of = routing_of
         self._key = Ed25519PrivateKey.from_private_bytes(books.mesh.signing_secret)
+        self.checker = Checker(books, roster, placement, heads, recorder.console, self.sign)
+        self._settlement = Settlement(books, self.checker)
         self._runs: dict[str, Run] = {}
         roster.on_gone(self._node_gone)
 
@@ -140,7 +145,15 @@ class Orchestrator:
             accepted_at=time.monotonic(),
         )
         rules = calls.Rules(self.settings.max_reroutes, fallback is not None)
-        run = Run(self, order, live, make_sink(call_id, model), calls.State(rules), model.model_id)
+        run = Run(
+            self,
+            order,
+            live,
+            make_sink(call_id, model),
+            calls.State(rules),
+            model.model_id,
+            Gathered(request.n),
+        )
         self._runs[call_id] = run
         self.recorder.accepted(live)
         return Accepted(run, model)
@@ -209,9 +222,6 @@ class Orchestrator:
 
     # ------------------------------------------------------------ what running calls need
 
-    def ticket(self, order: Order, model: str, epoch: int, chosen: Chosen) -> str:
-        return self.sign(order.call_id, model, epoch, chosen)
-
     def sign(self, call_id: str, model: str, epoch: int, chosen: Chosen) -> str:
         """A ticket for one route, good for opening sessions within TICKET_MS."""
         view: View = chosen.view
@@ -227,29 +237,12 @@ class Orchestrator:
         return sign_ticket(ticket, self._key)
 
     async def settle(self, run: Run, result: Result) -> None:
-        """Books the end once. A database that cannot be reached gets it later; the call is over anyway."""
-        call_id = run.order.call_id
         self.placement.took(time.monotonic() - run.live.accepted_at)
-        usage = usage_of(result)
-        try:
-            await self.books.settle(call_id, usage, result.end.outcome)
-        except BooksUnavailable as error:
-            log.warning("the books take this call's end later", call_id=call_id, error=error.message)
-        except BooksError as error:
-            log.error("the books refused a call's end", call_id=call_id, error=error.message)
+        await self._settlement.settle(run, result)
 
     def _node_gone(self, node_id: str, reason: str) -> None:
         for run in list(self._runs.values()):
             run.node_gone(node_id, reason)
-
-
-def usage_of(result: Result) -> Usage:
-    """Measured tokens, and what each node did in each attempt."""
-    work = tuple(
-        Work(node_id, last - first + 1, times.prefill_tokens, times.decode_tokens)
-        for (_, node_id, first, last), times in sorted(result.work.items())
-    )
-    return Usage(result.prompt_tokens, sum(map(len, result.ids)), work)
 
 
 def estimate_tokens(request: ChatRequest | CompletionRequest) -> int:

@@ -6,8 +6,9 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from meshnet.routing import NoRouteAvailable, Plan, RoutingFailure, RoutingRequest, Stage
+from meshnet.routing import NodeTimes, NoRouteAvailable, Plan, RoutingFailure, RoutingRequest, Stage
 from meshnet.tracker import planning, reservations
 from meshnet.tracker.members import Node
 from meshnet.tracker.planning import ModelRouting, RouteRefused, View
@@ -17,6 +18,15 @@ from meshnet.tracker.roster import Roster
 REMEMBER_ENDED_S = 5.0
 MAX_ENDED = 10_000
 DURATION_ALPHA = 0.1
+
+
+class Experience(Protocol):
+    """What earlier calls showed of nodes: routing believes it more than what nodes say of themselves."""
+
+    def times(self, node_id: str, model: str, told: NodeTimes) -> NodeTimes: ...
+
+    def distrusted(self) -> Mapping[str, str]:
+        """Nodes to leave out where another route exists, with the reason as the rest of a sentence."""
 
 
 class NoPlace(Exception):
@@ -67,12 +77,14 @@ class Placement:
         self,
         roster: Roster,
         routing_of: Callable[[str], ModelRouting],
+        experience: Experience,
         *,
         queue_length: int,
         queue_length_per_key: int,
     ) -> None:
         self._roster = roster
         self._routing_of = routing_of
+        self._experience = experience
         self.state = reservations.State(queue_length, queue_length_per_key)
         self._jobs: dict[str, tuple[Job, asyncio.Future[Chosen]]] = {}
         self._ended: OrderedDict[str, tuple[float, reservations.Needs]] = OrderedDict()
@@ -89,7 +101,9 @@ class Placement:
         if cached is not None and cached[0] == self._roster.version:
             return cached[1]
         state = self._roster.state
-        found = planning.views(state.nodes.values(), state.links, model, self._roster.clock())
+        found = planning.views(
+            state.nodes.values(), state.links, model, self._roster.clock(), self._experience.times
+        )
         if len(self._views) > 256:
             self._views.clear()
         self._views[model] = (self._roster.version, found)
@@ -134,12 +148,32 @@ class Placement:
         self._pump(job.model)
         return future
 
+    def take_now(self, job: Job) -> Chosen | None:
+        """A route with room, held, for work that never waits (checks): None where there is none."""
+        if self.waiting:
+            return None
+        try:
+            return self._attempt(job)
+        except NoPlace:
+            return None
+
+    def reachable(self, view: View, without: frozenset[str]) -> bool:
+        """True when the model has a whole route without these nodes, if all others had room."""
+        return planning.reachable(view, without)
+
     def repair(
-        self, job: Job, stages: tuple[Stage, ...], failed: frozenset[str], numerics_class: str, engine: str
+        self,
+        job: Job,
+        stages: tuple[Stage, ...],
+        failed: frozenset[str],
+        numerics_class: str,
+        engine: str,
+        *,
+        ask_only: bool = False,
     ) -> Chosen:
         """A route that goes on with what is left of `stages`; its room is held, the old route's given back.
 
-        Raises NoPlace. Tries the given numerics class first, then any.
+        Raises NoPlace. Tries the given numerics class first, then any. `ask_only` takes nothing.
         """
         routing = self._routing_of(job.model)
         found = [view for view in self.views(job.model) if view.engine_version == engine]
@@ -172,7 +206,8 @@ class Placement:
                     break
                 after, refused = self._hold(job, decision.route.stages)
                 if refused is None:
-                    self.state = after
+                    if not ask_only:
+                        self.state = after
                     return Chosen(decision.route.stages, view, decision.reason, decision.route.cost)
                 full.add(refused.place[0])
         raise NoPlace(503, "no_route", problem, retry_after=1 if full else None)
@@ -258,13 +293,23 @@ class Placement:
         raise NoPlace(503, "no_route", str(problem), retry_after=5) from problem
 
     def _choose(self, view: View, job: Job) -> Plan:
+        distrusted = self._experience.distrusted()
+        if distrusted:
+            try:
+                return self._plan(view, job, {**distrusted, **job.excluded})
+            except NoRouteAvailable:
+                # Better a route that is not trusted than none.
+                pass
+        return self._plan(view, job, job.excluded)
+
+    def _plan(self, view: View, job: Job, excluded: Mapping[str, str]) -> Plan:
         return planning.choose(
             view,
             self._routing_of(job.model),
             job.request,
             job.need,
             self.room_of(job.model),
-            excluded=job.excluded,
+            excluded=excluded,
             cached_tokens=job.cached_tokens,
         )
 

@@ -24,6 +24,7 @@ from meshnet.routing import (
     failover,
     plan,
     room_exclusions,
+    score_route,
 )
 from meshnet.tracker.catalogue import borders, holders
 from meshnet.tracker.members import LinkView, Node, Shard
@@ -80,8 +81,20 @@ RoomOf = Callable[[str], Need]
 """What is free on a node for this model."""
 
 
+Adjust = Callable[[str, str, NodeTimes], NodeTimes]
+"""(node id, model id, what the node says) -> what routing should believe."""
+
+
+def as_told(node_id: str, model: str, times: NodeTimes) -> NodeTimes:
+    return times
+
+
 def views(
-    nodes: Iterable[Node], links: Mapping[tuple[str, str], LinkView], model_id: str, now: float
+    nodes: Iterable[Node],
+    links: Mapping[tuple[str, str], LinkView],
+    model_id: str,
+    now: float,
+    adjust: Adjust = as_told,
 ) -> list[View]:
     """What can be routed over, one view per engine version (unlike versions never share a route)."""
     held: dict[tuple[str, str], dict[str, list[Shard]]] = {}
@@ -93,42 +106,33 @@ def views(
             group = held.setdefault((shard.fingerprint, node.engine_version), {})
             group.setdefault(node.node_id, []).append(shard)
     cuts = borders(all_nodes, model_id)
-    return [
-        _view(
-            model_id.lower(), group, {node_id: by_id[node_id] for node_id in shards}, shards, cuts, links, now
+    found = []
+    for (fingerprint, engine_version), shards in sorted(held.items()):
+        first = next(iter(shards.values()))[0]
+        mine = {node_id: by_id[node_id] for node_id in sorted(shards)}
+        view = View(
+            model=model_id.lower(),
+            fingerprint=fingerprint,
+            engine_version=engine_version,
+            layers=first.model_layers,
+            n_embd=first.n_embd,
+            n_ctx=min(shard.n_ctx for group in shards.values() for shard in group),
+            states=tuple(_state(node, shards[node_id], cuts) for node_id, node in mine.items()),
+            times={
+                node_id: adjust(node_id, first.model, _times(node, shards[node_id]))
+                for node_id, node in mine.items()
+            },
+            links={
+                pair: UNREACHABLE if link.error else Link(link.ms, link.bytes_per_s or 1.0)
+                for pair, link in links.items()
+                if pair[0] in mine and pair[1] in mine
+            },
+            numerics={node_id: shards[node_id][0].numerics_class for node_id in mine},
+            addresses={node_id: node.grpc_address for node_id, node in mine.items()},
+            routable=frozenset(node_id for node_id, node in mine.items() if node.routable(now)),
         )
-        for group, shards in sorted(held.items())
-    ]
-
-
-def _view(
-    model: str,
-    group: tuple[str, str],
-    nodes: Mapping[str, Node],
-    shards: Mapping[str, Sequence[Shard]],
-    cuts: Sequence[int],
-    links: Mapping[tuple[str, str], LinkView],
-    now: float,
-) -> View:
-    first = next(iter(shards.values()))[0]
-    return View(
-        model=model,
-        fingerprint=group[0],
-        engine_version=group[1],
-        layers=first.model_layers,
-        n_embd=first.n_embd,
-        n_ctx=min(shard.n_ctx for held in shards.values() for shard in held),
-        states=tuple(_state(node, shards[node_id], cuts) for node_id, node in sorted(nodes.items())),
-        times={node_id: _times(node, shards[node_id]) for node_id, node in nodes.items()},
-        links={
-            pair: UNREACHABLE if link.error else Link(link.ms, link.bytes_per_s or 1.0)
-            for pair, link in links.items()
-            if pair[0] in nodes and pair[1] in nodes
-        },
-        numerics={node_id: shards[node_id][0].numerics_class for node_id in nodes},
-        addresses={node_id: node.grpc_address for node_id, node in nodes.items()},
-        routable=frozenset(node_id for node_id, node in nodes.items() if node.routable(now)),
-    )
+        found.append(view)
+    return found
 
 
 def _state(node: Node, shards: Sequence[Shard], cuts: Sequence[int]) -> NodeState:
@@ -240,6 +244,16 @@ def _routable_if_empty(
 ) -> bool:
     try:
         plan(request, view.states, cost, alternatives=0, model=view.model, excluded=ruled_out)
+    except NoRouteAvailable:
+        return False
+    return True
+
+
+def reachable(view: View, without: Collection[str]) -> bool:
+    """True when a whole route exists without these nodes, whatever room there is."""
+    states = [s for s in view.states if s.node_id in view.routable and s.node_id not in without]
+    try:
+        score_route(RoutingRequest(view.window), states)
     except NoRouteAvailable:
         return False
     return True

@@ -103,6 +103,9 @@ class Recorder:
             trace.progress_seq = self.console.add("proxy progress", line, call_id=call.call_id, **fields)
         self._log(call, trace, "proxy progress", line=line, **fields)
 
+    def gap(self, call: LiveCall, seconds: float) -> None:
+        self.metrics.gap.labels(call.model).observe(seconds)
+
     def first_token(self, call: LiveCall) -> None:
         assert call.first_token_at is not None
         self.metrics.ttft.labels(call.model).observe(call.first_token_at - call.accepted_at)

@@ -5,34 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import structlog
 
-from meshnet.protocol.calls import (
-    AnyEvent,
-    CallError,
-    ChoiceEnd,
-    Done,
-    GenerateCall,
-    LostNode,
-    Opened,
-    Prefill,
-    Reroute,
-    Rerouted,
-    Stages,
-    StageTimes,
-    TokenEvent,
-)
+from meshnet.protocol.calls import AnyEvent, CallError, Done, GenerateCall, LostNode, Reroute
 from meshnet.protocol.errors import ApiError
-from meshnet.routing import RoutingRequest, Stage
+from meshnet.routing import RoutingRequest
 from meshnet.tracker import calls
+from meshnet.tracker.gathering import BadEvent, Gathered
 from meshnet.tracker.heads import HeadError, Heads, HeadStream
 from meshnet.tracker.live import LiveCall
+from meshnet.tracker.members import Node
 from meshnet.tracker.placement import Chosen, Job, NoPlace, Placement
-from meshnet.tracker.planning import View
 from meshnet.tracker.recorder import Recorder
 from meshnet.tracker.reservations import Need
 from meshnet.tracker.roster import Roster
@@ -40,8 +27,10 @@ from meshnet.tracker.settings import TrackerSettings
 from meshnet.tracker.sinks import Sink
 
 REPAIR_PAUSE_S = 0.05
+BUSY_PAUSE_S = 0.25
+POSITION_S = 1.0
 MARGIN_S = 2.0
-"""Beyond the deadline of a node's own: the head is to report a wedged peer before it is blamed itself."""
+"""Beyond a node's own deadline: the head is to report a wedged peer before it is blamed itself."""
 
 log = structlog.get_logger("meshnet.calls")
 
@@ -54,7 +43,7 @@ class Order:
     kind: str
     model: str
     key: str
-    request: dict[str, Any]
+    request: dict[str, Any] = field(repr=False)
     n: int
     seed: int
     max_tokens: int
@@ -63,23 +52,16 @@ class Order:
     prefix_key: str
     forced: tuple[str, ...] = ()
     fallback: str | None = None
-    reuse_prefix: bool = True
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Result:
     """What came of a call, for the books, the statistics and the checks."""
 
     end: calls.End
-    prompt_tokens: int
-    ids: list[list[int]]
-    ends: dict[int, ChoiceEnd]
-    work: dict[tuple[int, str, int, int], StageTimes]
-    """Latest sums by (attempt, node, layers): an attempt begins with each new head."""
-    stages: tuple[Stage, ...]
-    view: View | None
-    reroutes: int
     model: str
+    gathered: Gathered
+    chosen: Chosen | None
 
 
 class Surroundings(Protocol):
@@ -91,7 +73,7 @@ class Surroundings(Protocol):
     heads: Heads
     recorder: Recorder
 
-    def ticket(self, order: Order, model: str, epoch: int, chosen: Chosen) -> str: ...
+    def sign(self, call_id: str, model: str, epoch: int, chosen: Chosen) -> str: ...
 
     async def settle(self, run: Run, result: Result) -> None:
         """Writes the end into the books, before the client sees it."""
@@ -107,18 +89,16 @@ class Run:
     sink: Sink
     state: calls.State
     model: str
-    ids: list[list[int]] = field(default_factory=list)
-    ends: dict[int, ChoiceEnd] = field(default_factory=dict)
-    work: dict[tuple[int, str, int, int], StageTimes] = field(default_factory=dict)
+    gathered: Gathered
     chosen: Chosen | None = None
     stream: HeadStream | None = None
-    attempt: int = 0
     lost_why: str = ""
     numerics: dict[str, str] = field(default_factory=dict)
+    """Numerics class of every node that took part."""
     _task: asyncio.Task[Any] | None = None
     _scope: asyncio.Timeout | None = None
     _interrupt: calls.Cancelled | None = None
-    _head_gone: str = ""
+    _gone: dict[str, str] = field(default_factory=dict)
     _finishing: bool = False
     _heard_at: float = 0.0
 
@@ -134,9 +114,9 @@ class Run:
         return True
 
     def node_gone(self, node_id: str, reason: str) -> None:
-        """The mesh lost a node. Only the head's loss is acted on at once: it reports the others itself."""
-        if node_id == self.state.head and not self._finishing:
-            self._head_gone = reason
+        """The mesh lost a node of the route, perhaps before the head has noticed."""
+        if node_id in self.state.nodes and not self._finishing:
+            self._gone[node_id] = reason
             if self._scope is not None and not self._scope.expired():
                 self._scope.reschedule(asyncio.get_running_loop().time())
 
@@ -145,41 +125,34 @@ class Run:
     async def go(self) -> Result:
         """Runs the call to its end. Only a cancellation from outside `cancel` is raised."""
         self._task = asyncio.current_task()
-        settings = self.tracker.settings
-        self.ids = [[] for _ in range(self.order.n)]
-        limit = asyncio.get_running_loop().call_later(
-            settings.call_limit_s,
-            self.cancel,
-            calls.Cancelled("call_limit", f"a call may take {settings.call_limit_s:g} s", failed_with=504),
-        )
+        seconds = self.tracker.settings.call_limit_s
+        too_long = calls.Cancelled("call_limit", f"a call may take {seconds:g} s", failed_with=504)
+        limit = asyncio.get_running_loop().call_later(seconds, self.cancel, too_long)
         try:
             try:
                 end = await self._drive()
             except asyncio.CancelledError:
-                interrupted = self._interrupt is not None
-                why = self._interrupt or calls.Cancelled(
-                    "shutdown", "the tracker shuts down", failed_with=503
-                )
-                end = self._take(why)
-                if interrupted and self._task is not None:
-                    self._task.uncancel()
-                result = await self._finish(end)
-                if not interrupted:
-                    raise
-                return result
+                return await self._interrupted()
             except Exception as error:
                 log.exception("a call ran into a fault of the tracker", call_id=self.order.call_id)
-                end = self._take(
-                    calls.Cancelled(
-                        "internal_error",
-                        f"the tracker ran into a fault: {type(error).__name__}",
-                        failed_with=500,
-                    )
-                )
+                message = f"the tracker ran into a fault: {type(error).__name__}"
+                end = self._end(calls.Cancelled("internal_error", message, failed_with=500))
             return await self._finish(end)
         finally:
             limit.cancel()
             self._let_go()
+
+    async def _interrupted(self) -> Result:
+        wanted = self._interrupt is not None
+        end = self._end(
+            self._interrupt or calls.Cancelled("shutdown", "the tracker shuts down", failed_with=503)
+        )
+        if wanted and self._task is not None:
+            self._task.uncancel()
+        result = await self._finish(end)
+        if not wanted:
+            raise asyncio.CancelledError
+        return result
 
     async def _drive(self) -> calls.End:
         pending: deque[calls.Effect] = deque([calls.Place(frozenset())])
@@ -187,27 +160,25 @@ class Run:
             effect = pending.popleft()
             if isinstance(effect, calls.End):
                 return effect
-            event = await self._carry_out(effect)
-            if event is not None:
-                pending.extend(self._step(event))
+            pending.extend(self._step(await self._carry_out(effect)))
 
     def _step(self, event: calls.Event) -> tuple[calls.Effect, ...]:
         self.state, effects = calls.step(self.state, event)
         self.live.phase = self.state.phase
         return effects
 
-    def _take(self, event: calls.Cancelled) -> calls.End:
-        for effect in self._step(event):
-            if isinstance(effect, calls.End):
-                return effect
-        return calls.End("failed", 500, event.code, event.message)
+    def _end(self, event: calls.Cancelled) -> calls.End:
+        found = [effect for effect in self._step(event) if isinstance(effect, calls.End)]
+        return found[0] if found else calls.End("failed", 500, event.code, event.message)
 
-    async def _carry_out(self, effect: calls.Effect) -> calls.Event | None:
+    async def _carry_out(self, effect: calls.Effect) -> calls.Event:
         match effect:
             case calls.Place():
-                return await self._place(effect.without)
+                return await self._place(effect.without, effect.avoid)
             case calls.Repair():
-                return await self._repair(effect.without)
+                return await self._repair(effect)
+            case calls.GoOn():
+                return await self._consume()
             case calls.Open():
                 return await self._open()
             case calls.Reroute():
@@ -215,7 +186,7 @@ class Run:
             case calls.UseFallback():
                 return await self._use_fallback()
             case calls.End():
-                return None
+                raise AssertionError("the end is not carried out")
 
     # ------------------------------------------------------------ routes
 
@@ -236,9 +207,8 @@ class Run:
             urgent=urgent,
         )
 
-    async def _place(self, without: frozenset[str]) -> calls.Event:
-        """A route for the whole model, waited for in turn."""
-        placement, settings = self.tracker.placement, self.tracker.settings
+    async def _place(self, without: frozenset[str], avoid: frozenset[str] = frozenset()) -> calls.Event:
+        """A route for the whole model. `avoid` is passed over first, then waited for."""
         before, self.stream = self.stream, None
         if before is not None:
             before.close()
@@ -246,76 +216,97 @@ class Run:
         lost, failed = self.chosen, self.state.head
         if urgent:
             # What the call held on the failed route is given back; it goes to the front of the queue.
-            placement.release(self.order.call_id)
+            self.tracker.placement.release(self.order.call_id)
+        try:
+            chosen = await self._find(without | avoid, urgent)
+        except NoPlace as error:
+            if not avoid or error.code != "no_route":
+                return calls.NoPlace(error.status, error.code, error.message)
+            await asyncio.sleep(BUSY_PAUSE_S)
+            try:
+                chosen = await self._find(without, urgent)
+            except NoPlace as again:
+                return calls.NoPlace(again.status, again.code, again.message)
+        self._chose(chosen, lost if urgent else None, failed)
+        return calls.Placed(tuple(stage.node_id for stage in chosen.stages))
+
+    async def _find(self, without: frozenset[str], urgent: bool) -> Chosen:
+        """Waits in turn for room. Raises NoPlace."""
+        placement, settings = self.tracker.placement, self.tracker.settings
         loop = asyncio.get_running_loop()
         longest = settings.park_s if urgent else settings.queue_wait_s
-        deadline = loop.time() + longest
+        begun = kept_alive = loop.time()
         future = placement.submit(self._job(without, urgent=urgent))
         if not future.done() and not urgent:
             self._step(calls.Queued())
         while not future.done():
-            position = placement.position(self.order.call_id)
-            self.tracker.recorder.queued(self.live, position)
-            left = deadline - loop.time()
+            self.tracker.recorder.queued(self.live, placement.position(self.order.call_id))
+            left = begun + longest - loop.time()
             if left <= 0:
                 placement.release(self.order.call_id)
-                message = f"no room within {longest:.0f} s; the mesh is busy"
-                return calls.NoPlace(503, "queue_timeout", message)
-            await asyncio.wait({future}, timeout=min(left, settings.keepalive_s, 1.0))
-            if not future.done():
-                await self._keep_alive("queued", f"position {position}")
-        try:
-            chosen = future.result()
-        except NoPlace as error:
-            return calls.NoPlace(error.status, error.code, error.message)
-        self._chose(chosen, lost if urgent else None, failed)
-        return calls.Placed(tuple(stage.node_id for stage in chosen.stages))
+                raise NoPlace(503, "queue_timeout", f"no room within {longest:g} s; the mesh is busy")
+            await asyncio.wait({future}, timeout=min(left, settings.keepalive_s, POSITION_S))
+            if not future.done() and loop.time() - kept_alive >= settings.keepalive_s:
+                kept_alive = loop.time()
+                await self._deliver(self.sink.keep_alive("queued", f"position {self.live.queue_position}"))
+        return future.result()
 
-    async def _repair(self, failed: frozenset[str]) -> calls.Event:
-        """Substitutes for failed nodes; the head goes on where it stays the head."""
-        placement, settings = self.tracker.placement, self.tracker.settings
+    async def _repair(self, wanted: calls.Repair) -> calls.Event:
+        """Substitutes for lost nodes; the head goes on where it stays the head."""
         assert self.chosen is not None
         lost = self.chosen
-        culprit = next(s.node_id for s in lost.stages if s.node_id in failed)
+        culprit = next(s.node_id for s in lost.stages if s.node_id in wanted.lost)
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + settings.park_s
-        job = self._job(failed, urgent=True)
+        deadline = loop.time() + self.tracker.settings.park_s
+        avoid = wanted.avoid
         while True:
             try:
-                chosen = placement.repair(
-                    job,
-                    lost.stages,
-                    failed,
-                    self.numerics.get(culprit, ""),
-                    lost.view.engine_version,
-                )
+                chosen = self._substitutes(lost, wanted.lost, wanted.without | avoid, culprit)
                 break
             except NoPlace as error:
-                if not error.retry_after or loop.time() >= deadline:
+                if (not error.retry_after and not avoid) or loop.time() >= deadline:
                     # No substitute beside this head: perhaps another head has a whole route.
-                    return await self._place(failed)
-            await asyncio.sleep(REPAIR_PAUSE_S)
-            if self._head_gone:
-                return calls.HeadFailed("lost", self._head_gone)
+                    return await self._place(wanted.without)
+            await asyncio.sleep(BUSY_PAUSE_S if avoid else REPAIR_PAUSE_S)
+            avoid = frozenset()
+            if self.state.head in self._gone:
+                return calls.HeadFailed("lost", self._gone.pop(self.state.head))
         same = chosen.stages[0].node_id == lost.stages[0].node_id
         self._chose(chosen, lost, culprit)
         return calls.Placed(tuple(stage.node_id for stage in chosen.stages), same_head=same)
 
+    def _substitutes(
+        self,
+        lost: Chosen,
+        failed: frozenset[str],
+        without: frozenset[str],
+        culprit: str,
+        ask_only: bool = False,
+    ) -> Chosen:
+        return self.tracker.placement.repair(
+            self._job(without, urgent=True),
+            lost.stages,
+            failed,
+            self.numerics.get(culprit, ""),
+            lost.view.engine_version,
+            ask_only=ask_only,
+        )
+
     def _chose(self, chosen: Chosen, before: Chosen | None, failed: str) -> None:
+        recorder, live = self.tracker.recorder, self.live
         if before is not None:
-            if self._numerics_differ(before, chosen):
-                self.live.numerics_changed = True
-            self.live.reroutes += 1
+            live.numerics_changed = live.numerics_changed or self._numerics_differ(before, chosen)
+            live.reroutes += 1
         self.chosen = chosen
-        self.live.stages = chosen.stages
-        self.live.stage_times = ()
+        self._gone.clear()
+        live.stages = chosen.stages
+        live.stage_times = ()
         self.numerics.update({s.node_id: chosen.view.numerics[s.node_id] for s in chosen.stages})
-        self.sink.route(self.tracker.recorder.route(chosen.stages))
+        self.sink.route(recorder.route(chosen.stages))
         if before is not None:
-            why = self.lost_why or "it failed"
-            self.tracker.recorder.rerouted(self.live, before.stages, failed, why, chosen.reason)
+            recorder.rerouted(live, before.stages, failed, self.lost_why or "it failed", chosen.reason)
         else:
-            self.tracker.recorder.route_selected(self.live, chosen.reason, dict(chosen.view.addresses))
+            recorder.route_selected(live, chosen.reason, dict(chosen.view.addresses))
 
     def _numerics_differ(self, before: Chosen, after: Chosen) -> bool:
         """True when some layer now runs in another numerics class than it did."""
@@ -326,39 +317,41 @@ class Run:
     async def _use_fallback(self) -> calls.Event:
         fallback = self.order.fallback
         assert fallback is not None
-        self.model = fallback
-        self.live.model = fallback
+        self.model = self.live.model = fallback
         self.live.degraded = True
         self.live.note("degraded", model=fallback)
         self.sink.use_model(fallback)
-        self.ids = [[] for _ in range(self.order.n)]
-        self.ends.clear()
+        self.gathered.forget()
         self.chosen = None
         return await self._place(frozenset())
 
     # ------------------------------------------------------------ the head
 
+    def _head(self) -> Node | None:
+        assert self.chosen is not None
+        node = self.tracker.roster.state.nodes.get(self.chosen.stages[0].node_id)
+        return node if node is not None and node.connected else None
+
     async def _open(self) -> calls.Event:
         assert self.chosen is not None
-        order, chosen = self.order, self.chosen
-        self.attempt += 1
-        self._head_gone = ""
-        node = self.tracker.roster.state.nodes.get(chosen.stages[0].node_id)
-        if node is None or not node.connected:
-            return self._head_failed("lost", node.lost_reason if node is not None else "it left the mesh")
+        order, gathered = self.order, self.gathered
+        gathered.attempt += 1
+        node = self._head()
+        if node is None:
+            return self._head_failed("lost", "it left the mesh")
         request = GenerateCall(
             call_id=order.call_id,
             epoch=self.state.epoch,
             kind=order.kind,
             model=self.model,
             request=order.request,
-            ticket=self.tracker.ticket(order, self.model, self.state.epoch, chosen),
+            ticket=self.tracker.sign(order.call_id, self.model, self.state.epoch, self.chosen),
             seed=order.seed,
             max_tokens=order.max_tokens,
             prefix_key=order.prefix_key,
-            resume=tuple(tuple(ids) for ids in self.ids) if any(self.ids) else (),
-            reuse_prefix=order.reuse_prefix,
-            ended=tuple(sorted(self.ends)),
+            resume=gathered.resume(),
+            ended=tuple(sorted(gathered.ends)),
+            spans=gathered.spans,
         )
         try:
             async with asyncio.timeout(self.tracker.settings.first_event_s) as self._scope:
@@ -375,13 +368,13 @@ class Run:
 
     async def _reroute(self) -> calls.Event:
         assert self.chosen is not None
-        order, chosen = self.order, self.chosen
-        node = self.tracker.roster.state.nodes.get(chosen.stages[0].node_id)
-        if node is None or not node.connected:
+        order = self.order
+        node = self._head()
+        if node is None:
             return self._head_failed("lost", "it left the mesh")
         request = Reroute(
             epoch=self.state.epoch,
-            ticket=self.tracker.ticket(order, self.model, self.state.epoch, chosen),
+            ticket=self.tracker.sign(order.call_id, self.model, self.state.epoch, self.chosen),
             failed=tuple(sorted(self.state.excluded)),
         )
         try:
@@ -402,122 +395,94 @@ class Run:
         keepalive_s = self.tracker.settings.keepalive_s
         self._heard_at = loop.time()
         while True:
-            quiet = self._patience() - (loop.time() - self._heard_at)
-            quiet = quiet if self.sink.started else min(quiet, keepalive_s)
+            patience = self._patience()
+            quiet = patience - (loop.time() - self._heard_at)
             try:
-                async with asyncio.timeout(quiet) as self._scope:
+                async with asyncio.timeout(
+                    quiet if self.sink.started else min(quiet, keepalive_s)
+                ) as self._scope:
                     events = await self.stream.read()
             except TimeoutError:
-                if self._head_gone or loop.time() - self._heard_at >= self._patience():
-                    return self._silent(self._patience())
-                await self._keep_alive("prefill", f"{self.live.prefill_done}/{self.live.prompt_tokens}")
+                decision = self._lost_in_mesh()
+                if decision is not None:
+                    return decision
+                if loop.time() - self._heard_at >= patience:
+                    return self._silent(patience)
+                progress = f"{self.live.prefill_done}/{self.live.prompt_tokens}"
+                await self._deliver(self.sink.keep_alive("prefill", progress))
                 continue
             except HeadError as error:
-                return self._head_failed(error.code, self._head_gone or error.message)
+                return self._head_failed(error.code, self._gone.get(self.state.head, error.message))
             finally:
                 self._scope = None
             if not events:
                 return self._head_failed("unreachable", "it ended its stream before the call's end")
-            fate = self._absorb(events)
-            if fate is not None:
-                events = events[: fate[0]]
-            if events:
-                await self._emit(events)
-            if fate is not None:
-                return fate[1]
+            try:
+                counted, fresh, final = self.gathered.take(events, self.live)
+            except BadEvent as error:
+                return self._head_failed("bad_event", str(error))
+            self._count(fresh)
+            if counted:
+                await self._deliver(self.sink.send(events[:counted]))
+            if final is not None:
+                return self._decide(final)
             self._heard_at = loop.time()
 
-    def _absorb(self, events: Sequence[AnyEvent]) -> tuple[int, calls.Event] | None:
-        """Counts what came; (index, event) where something must be decided."""
-        live = self.live
-        now = time.monotonic()
-        fresh = 0
-        for index, event in enumerate(events):
-            if type(event) is TokenEvent:
-                if not 0 <= event.c < self.order.n:
-                    return index, self._head_failed("bad_event", f"it sent tokens of a choice {event.c}")
-                self.ids[event.c].extend(event.ids)
-                fresh += len(event.ids)
-            elif isinstance(event, ChoiceEnd):
-                if not 0 <= event.c < self.order.n:
-                    return index, self._head_failed("bad_event", f"it ended a choice {event.c}")
-                self.ends[event.c] = event
-            elif isinstance(event, Done):
-                self._count(fresh, now)
-                if len(self.ends) < self.order.n:
-                    return index, self._head_failed("bad_event", "it was done before every choice had ended")
-                return index, calls.Finished()
-            else:
-                decision = self._other(event)
-                if decision is not None:
-                    self._count(fresh, now)
-                    return index, decision
-        self._count(fresh, now)
-        live.phase = self.state.phase
-        return None
+    def _lost_in_mesh(self) -> calls.Event | None:
+        """What to do about nodes that the mesh has lost: a head is left, others only if replaceable."""
+        if not self._gone:
+            return None
+        head = self.state.head
+        if head in self._gone:
+            return self._head_failed("lost", self._gone.pop(head))
+        node_id, reason = self._gone.popitem()
+        assert self.chosen is not None
+        try:
+            failed = self.state.excluded | {node_id}
+            self._substitutes(self.chosen, frozenset({node_id}), failed, node_id, ask_only=True)
+        except NoPlace:
+            # It may be the tracker alone that lost it: as long as the head says nothing, the call goes on.
+            return None
+        return self._node_lost(node_id, "lost", reason)
 
-    def _count(self, fresh: int, now: float) -> None:
-        live = self.live
+    def _count(self, fresh: int) -> None:
+        live, recorder = self.live, self.tracker.recorder
+        now = time.monotonic()
         if fresh:
             if live.first_token_at is None:
                 live.first_token_at = now
-                self.tracker.recorder.first_token(live)
+                recorder.first_token(live)
             elif live.last_token_at is not None:
-                self.tracker.recorder.metrics.gap.labels(live.model).observe(
-                    (now - live.last_token_at) / fresh
-                )
+                recorder.gap(live, (now - live.last_token_at) / fresh)
             live.output_tokens += fresh
             live.last_token_at = now
             if self.state.phase != "generating" or self.state.repairing:
                 self._step(calls.TokensCame(self.sink.shows))
-                self.tracker.recorder.changed(live)
-        self.tracker.recorder.progress(live, now)
+                recorder.changed(live)
+        elif self.state.phase == "connected" and live.prompt_tokens:
+            self._step(calls.PrefillBegan())
+            recorder.changed(live)
+        recorder.progress(live, now)
 
-    def _other(self, event: AnyEvent) -> calls.Event | None:
-        """Events that come seldom."""
-        live = self.live
-        match event:
-            case Opened():
-                live.prompt_tokens = event.prompt_tokens
-                live.reused_tokens = max(live.reused_tokens, event.reused_tokens)
-                if self.state.phase == "connected":
-                    self._step(calls.PrefillBegan())
-            case Prefill():
-                live.prefill_done = event.done
-                if event.total > live.prompt_tokens and not any(self.ids):
-                    live.prompt_tokens = event.total
-            case Stages():
-                live.stage_times = event.stages
-                for times in event.stages:
-                    self.work[self.attempt, times.node_id, times.start_layer, times.end_layer] = times
-            case Rerouted():
-                live.note("resumed", replayed_rows=event.replayed_rows, ms=round(event.ms, 1))
+    def _decide(self, final: AnyEvent) -> calls.Event:
+        match final:
+            case Done():
+                return calls.Finished()
             case LostNode():
-                self.lost_why = event.message or event.code
-                live.note("lost", node_id=event.node_id, code=event.code, message=event.message)
-                return calls.NodeLost(event.node_id, event.code, event.message)
+                return self._node_lost(final.node_id, final.code, final.message)
             case CallError():
-                return self._refusal(HeadError(event.status, event.code, event.message, event.param))
+                return self._refusal(HeadError(final.status, final.code, final.message, final.param))
             case _:
-                pass
-        return None
-
-    async def _emit(self, events: Sequence[AnyEvent]) -> None:
-        """To the client; one who does not read for too long is cut off."""
-        await self._deliver(self.sink.send(events))
-
-    async def _keep_alive(self, phase: str, detail: str) -> None:
-        await self._deliver(self.sink.keep_alive(phase, detail))
+                raise AssertionError(final)
 
     async def _deliver(self, sending: Awaitable[None]) -> None:
+        """To the client; one who does not read for too long is cut off."""
         stalled = self.tracker.settings.stalled_reader_s
         try:
             async with asyncio.timeout(stalled):
                 await sending
         except TimeoutError:
-            self._interrupt = calls.Cancelled(
-                "stalled_reader", f"the client read nothing for {stalled:.0f} s"
-            )
+            self._interrupt = calls.Cancelled("stalled_reader", f"the client read nothing for {stalled:g} s")
             raise asyncio.CancelledError from None
 
     def _patience(self) -> float:
@@ -526,18 +491,22 @@ class Run:
         if self.live.first_token_at is not None and not self.state.repairing:
             return settings.decode_deadline_s + MARGIN_S
         assert self.chosen is not None
-        per_token = sum(
-            self.chosen.view.times[stage.node_id].prefill_ms_per_token_layer * stage.layers
-            for stage in self.chosen.stages
-            if stage.node_id in self.chosen.view.times
-        )
+        times = self.chosen.view.times
+        per_row = sum(times[s.node_id].prefill_ms_per_token_layer * s.layers for s in self.chosen.stages)
         rows = max(self.order.prompt_tokens, self.live.prompt_tokens) + self.live.output_tokens
-        return settings.first_event_s + MARGIN_S + 4 * per_token * rows / 1000
+        return settings.first_event_s + MARGIN_S + 4 * per_row * rows / 1000
 
     def _silent(self, seconds: float) -> calls.Event:
-        if self._head_gone:
-            return self._head_failed("lost", self._head_gone)
+        head = self.state.head
+        if head in self._gone:
+            return self._head_failed("lost", self._gone.pop(head))
         return self._head_failed("deadline", f"nothing came from it for {seconds:.1f} s")
+
+    def _node_lost(self, node_id: str, code: str, message: str) -> calls.Event:
+        if node_id in self.state.nodes:
+            self.lost_why = message or code
+            self.live.note("lost", node_id=node_id, code=code, message=message)
+        return calls.NodeLost(node_id, code, message)
 
     def _head_failed(self, code: str, message: str) -> calls.Event:
         self.lost_why = message
@@ -555,28 +524,18 @@ class Run:
     async def _finish(self, end: calls.End) -> Result:
         """Gives everything back, settles, then lets the client see the end."""
         self._finishing = True
-        live = self.live
+        live, recorder = self.live, self.tracker.recorder
         if end.outcome == "complete" and self.stream is not None:
             self.stream.finish()
             self.stream = None
         self._let_go()
         live.phase = self.state.phase
         if end.outcome == "complete":
-            reasons = {self.ends[choice].reason for choice in self.ends}
+            reasons = {ended.reason for ended in self.gathered.ends.values()}
             live.finish_reason = reasons.pop() if len(reasons) == 1 else "mixed"
-        result = Result(
-            end=end,
-            prompt_tokens=live.prompt_tokens,
-            ids=self.ids,
-            ends=self.ends,
-            work=self.work,
-            stages=live.stages,
-            view=self.chosen.view if self.chosen is not None else None,
-            reroutes=live.reroutes,
-            model=self.model,
-        )
-        self.tracker.recorder.progress(live, time.monotonic(), force=live.output_tokens > 0)
-        self.tracker.recorder.ended(live, end)
+        result = Result(end, self.model, self.gathered, self.chosen)
+        recorder.progress(live, time.monotonic(), force=live.output_tokens > 0)
+        recorder.ended(live, end)
         await self.tracker.settle(self, result)
         if end.outcome == "complete":
             done = Done(live.prompt_tokens, live.output_tokens, live.reused_tokens)
@@ -602,7 +561,7 @@ class Run:
         self.tracker.placement.release(self.order.call_id)
 
 
-def _layers(stage: Stage) -> range:
+def _layers(stage: Any) -> range:
     return range(stage.start_layer, stage.end_layer + 1)
 
 

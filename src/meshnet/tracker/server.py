@@ -21,6 +21,7 @@ from meshnet.tracker.books.facade import Books, Bootstrap
 from meshnet.tracker.books.records import BooksError, BooksUnavailable
 from meshnet.tracker.console import Console
 from meshnet.tracker.door import FrontDoor
+from meshnet.tracker.experience import BooksExperience
 from meshnet.tracker.feed import Feed
 from meshnet.tracker.guarded import guarded
 from meshnet.tracker.heads import Heads
@@ -86,9 +87,11 @@ class Server:
             roster = self._roster = Roster(_rules(settings), probe=self._probe)
             tuning = self._tuning = Tuning(books)
             await tuning.start()
+            experience = BooksExperience(books)
             placement = Placement(
                 roster,
                 tuning.of,
+                experience,
                 queue_length=settings.queue_length,
                 queue_length_per_key=settings.queue_length_per_key,
             )
@@ -114,6 +117,7 @@ class Server:
                 feed=feed,
                 metrics=metrics,
                 authenticator=authenticator,
+                experience=experience,
                 started_s=int(time.time()),
             )
             door = FrontDoor(settings, authenticator, orchestrator, shelf)
@@ -143,6 +147,7 @@ class Server:
         if port != settings.port:
             tracker.settings = settings.model_copy(update={"port": port})
         await books.start(f"http://{settings.host}:{port}")
+        orchestrator.checker.start()
         return Started(port, tracker.grpc_port, secrets)
 
     async def stop(self) -> None:
@@ -161,6 +166,8 @@ class Server:
             self._http.should_exit = True
             with contextlib.suppress(asyncio.CancelledError):
                 await self._serving
+        if self.tracker is not None:
+            await self.tracker.orchestrator.checker.stop()
         if self._roster is not None:
             await self._roster.stop()
         if self._grpc is not None:

@@ -17,6 +17,7 @@ class Shelf:
         self._version = -1
         self._models: dict[str, Model] = {}
         self._formats: dict[str, ToolFormat | None] = {}
+        self._announced: dict[str, str] = {}
         self.aliases: Mapping[str, str] = {}
         self.default: str = ""
 
@@ -26,13 +27,17 @@ class Shelf:
             self._version = self._roster.version
             self._models = build_models(self._roster.state.nodes.values(), self._roster.clock())
             self._formats.clear()
+            self._announced = {}
+            for model_id, model in self._models.items():
+                for alias in model.card.aliases:
+                    self._announced.setdefault(alias, model_id)
         return self._models
 
     def find(self, name: str) -> Model | None:
         models = self.models()
         wanted = name.lower()
-        found = models.get(wanted) or models.get(self.aliases.get(wanted, ""))
-        return found or next((model for model in models.values() if wanted in model.card.aliases), None)
+        target = self.aliases.get(wanted) or self._announced.get(wanted, "")
+        return models.get(wanted) or models.get(target)
 
     def names(self, model: Model) -> list[str]:
         """The further names that lead to a model, set here or announced by its heads."""

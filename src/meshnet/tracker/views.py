@@ -9,7 +9,7 @@ from meshnet.tracker.members import Node, Shard
 from meshnet.tracker.planning import ModelRouting
 
 
-def node_view(node: Node, now: float, engine_note: str = "") -> dict[str, Any]:
+def node_view(node: Node, now: float, trust: float, engine_note: str = "") -> dict[str, Any]:
     """`engine_note` is a problem that only a look at the other nodes shows."""
     served = sorted({(s.start_layer, s.end_layer) for s in node.shards if s.state in ("ready", "draining")})
     problems = [*node.problems(now), *((engine_note,) if engine_note else ())]
@@ -38,6 +38,7 @@ def node_view(node: Node, now: float, engine_note: str = "") -> dict[str, Any]:
         "memory_limit_bytes": node.memory_limit_bytes,
         "numerics_class": node.numerics_class,
         "versions": {"meshnet": node.meshnet_version, "engine": node.engine_version},
+        "trust": round(trust, 3),
         "served_requests": node.served_requests,
         "failed_requests": node.failed_requests,
         "on_battery": node.on_battery,

@@ -11,8 +11,8 @@ from meshnet.tracker.signals import Beat, Joined, ShardBeat
 MAX_SHARDS = 64
 MAX_TEXT = 256
 MAX_LABELS = 32
+MAX_ALIASES = 32
 MAX_TEMPLATE = 256 << 10
-MAX_ALIASES = 16
 MAX_SLOTS = 4_096
 
 
