@@ -78,7 +78,7 @@ class Store:
         if what.startswith("hf:"):
             repo, files = hub_files(what)
             folder = self.root / "models" / _as_id(f"{repo}-{files[0].removesuffix('.gguf')}")
-            with FileLock.take(folder.with_suffix(".lock")):
+            with FileLock.take(folder.with_name(f"{folder.name}.lock")):
                 path = pull_hub(what, folder, progress)
             return self._add(StoredModel(_as_id(ModelFile.open(path).name), path, (), what))
         known = self._find(what)
