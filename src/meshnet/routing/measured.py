@@ -214,6 +214,7 @@ class _MeasuredCosting:
             if _runs(state, self.window)
         }
         self.exact = True
+        self.returning = False
         self.levels = self._levels()
         self.meshes: dict[tuple[int, tuple[str, ...]], Mesh] = {}
 
@@ -272,7 +273,7 @@ class _MeasuredCosting:
     def _pipeline(self, fork: Fork, without: frozenset[str], effort: Effort) -> Quote | None:
         """The least pipeline that keeps to the fork, over all levels of held prefix."""
         exact = True
-        for returns in (False, True):
+        for returns in (False, True) if fork == ANY or self.returning else (False,):
             found = []
             for level in self.levels:
                 reaching = [state for state in self.states if self._held(state.node_id) >= level]
@@ -290,7 +291,7 @@ class _MeasuredCosting:
             if found:
                 break
         if effort is FULL:
-            self.exact = self.exact and exact
+            self.exact, self.returning = self.exact and exact, returns
         return first(found)
 
     def _promising(self, states: list[NodeState], level: int, fork: Fork) -> list[NodeState]:
