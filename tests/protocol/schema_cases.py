@@ -44,11 +44,7 @@ SIBLINGS: dict[str, Any] = {
     "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
     "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
 }
-UNCOMMON: dict[str, Any] = {
-    "enum": ["aa", "ab", 4, 6],
-    "pattern": "b$",
-    "not": {"const": 4},
-}
+UNCOMMON: dict[str, Any] = {"enum": ["aa", "abc", 4, 5], "maxLength": 2, "multipleOf": 2}
 
 HELD: list[tuple[Any, list[str], list[str]]] = [
     # (schema, texts that its grammar must let through, texts that it must not)
@@ -79,7 +75,7 @@ HELD: list[tuple[Any, list[str], list[str]]] = [
     ({"type": "string", "format": "uuid"}, ['"123e4567-e89b-12d3-a456-426614174000"'], ['"123"']),
     ({"enum": [1, "x", None, {"a": [1, 2]}]}, ["1", '"x"', "null", '{"a": [1, 2]}'], ["2", '"y"']),
     ({"type": "string", "enum": ["x", 1]}, ['"x"'], ["1"]),
-    (UNCOMMON, ['"ab"', "6"], ['"aa"', "4"]),
+    (UNCOMMON, ['"aa"', "4"], ['"abc"', "5"]),
     ({"const": 'say "hi"\n'}, ['"say \\"hi\\"\\n"'], ['"say"']),
     (
         {"type": "array", "items": {"type": "integer"}, "maxItems": 2},
@@ -171,6 +167,18 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"properties": {"a": {"nullable": True}}}, "nullable", "/properties/a"),
     ({"items": [{"type": "integer"}]}, "items", "/items"),
     (False, "false", ""),
+    ({"properties": {"a": 5}}, "a schema is an object or a boolean, not 5", "/properties/a"),
+    ({"required": "a"}, "'required' must be a list of names", "/required"),
+    ({"minLength": True}, "'minLength' must be a whole number", "/minLength"),
+    ({"maximum": "3"}, "'maximum' must be a finite number", "/maximum"),
+    ({"anyOf": []}, "'anyOf' must be a list of schemas", "/anyOf"),
+    ({"$ref": 5}, "'$ref' must be a string", "/$ref"),
+    ({"type": ["null", "null"]}, "'type' must be one of", "/type"),
+    ({"pattern": "["}, "pattern", ""),
+    ({"enum": [1], "minimum": "x"}, "'minimum'", "/minimum"),
+    ({"enum": [4], "multipleOf": "yes"}, "cannot be applied", ""),
+    ({"enum": ["a" * 40 + "!"], "pattern": "^(a+)+$"}, "pattern", ""),
+    ({"const": {"a": 1}, "properties": {"a": {"type": "null"}}}, "properties", ""),
 ]
 
 

@@ -179,6 +179,12 @@ def test_annotations_and_extensions_change_nothing() -> None:
 def test_bounds_of_size() -> None:
     with pytest.raises(SchemaError, match="larger than 64 KiB"):
         schema_grammar({"enum": ["x" * 70_000]})
+    with pytest.raises(SchemaError, match="more than 1000 values"):
+        schema_grammar({"enum": list(range(1001))})
+    with pytest.raises(SchemaError, match="more than 64 schemas"):
+        schema_grammar({"anyOf": [{"const": number} for number in range(65)]})
+    with pytest.raises(SchemaError, match="4000 parts"):
+        schema_grammar({"properties": {str(number): True for number in range(4000)}})
     nested: Any = {"type": "integer"}
     for _ in range(200):
         nested = {"type": "array", "items": nested}

@@ -21,6 +21,7 @@ from meshnet.protocol.gbnf import GrammarError, Rules, either, integer, literal,
 from meshnet.protocol.pattern import CHAR, pattern_rule
 from meshnet.protocol.schema_formats import FORMATS
 from meshnet.protocol.schema_merge import ANNOTATIONS, exclusive, merge
+from meshnet.protocol.schema_shape import check_shape, step
 
 _WS = '(" " | "\\n" [ \\t]{0,20})?'
 _COMMA = f'"," {_WS}'
@@ -29,7 +30,8 @@ _KEY_CHAR = '[^"\\\\\\x00-\\x1F]'
 MAX_DEPTH = 64
 MAX_SCHEMA_BYTES = 64 * 1024
 MAX_SUBSCHEMAS = 4000
-_MAX_BRANCHES = 128
+_MAX_BRANCHES = 64
+_MAX_VALUES = 1000
 
 _OBJECT = frozenset(["properties", "required", "additionalProperties"])
 _ARRAY = frozenset(["items", "prefixItems", "minItems", "maxItems"])
@@ -37,6 +39,10 @@ _STRING = frozenset(["minLength", "maxLength", "pattern", "format"])
 _NUMBER = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
 _ANY_TYPE = frozenset(["type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref"])
 _HELD = ANNOTATIONS | _OBJECT | _ARRAY | _STRING | _NUMBER | _ANY_TYPE
+_TRIED = _NUMBER | {
+    *("type", "const", "enum", "multipleOf", "minLength", "maxLength", "minItems", "maxItems", "uniqueItems"),
+    *("required", "minProperties", "maxProperties"),
+}
 _NOTHING: dict[str, Any] = {
     "uniqueItems": False,
     "minProperties": 0,
@@ -98,10 +104,8 @@ class SchemaRules:
     def root(self) -> str:
         """The expression of the schema's values. Raises SchemaError."""
         try:
-            jsonschema.Draft202012Validator.check_schema(self._schema)
+            check_shape(self._schema)
             return self._value(self._schema, "", frozenset())
-        except jsonschema.SchemaError as error:
-            raise SchemaError(error.message, _pointer(error.absolute_path)) from None
         except RecursionError:
             raise SchemaError("the schema is nested too deeply", "") from None
 
@@ -118,10 +122,10 @@ class SchemaRules:
             return self.any_value("value")
         if schema is False:
             raise SchemaError("nothing validates against false", path)
-        constants = "const" in schema or "enum" in schema
-        _refuse_unknown(schema, path, constants)
-        if constants:
+        if "const" in schema or "enum" in schema:
+            _refuse_beside_constants(schema, path)
             return self._constants(schema, path)
+        _refuse_unknown(schema, path)
         if "$ref" in schema:
             return self._reference(schema, path, open_refs)
         if "allOf" in schema:
@@ -184,18 +188,15 @@ class SchemaRules:
     # ---------------------------------------------------------------- values and combinations
 
     def _constants(self, schema: dict[str, Any], path: str) -> str:
-        """Only the values that hold every other keyword too, so whatever these are, they are held."""
-        values = [schema["const"]] if "const" in schema else schema["enum"]
-        checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
-        validator = jsonschema.Draft202012Validator(self._schema, format_checker=checker).evolve(
-            schema=schema
-        )
-        valid = [value for value in values if _validates(validator, value, path)]
+        """Those of the values that hold the keywords beside them too."""
+        main = "const" if "const" in schema else "enum"
+        values = [schema["const"]] if main == "const" else schema["enum"]
+        if len(values) > _MAX_VALUES:
+            raise SchemaError(f"enum has more than {_MAX_VALUES} values", path, main)
+        draft = jsonschema.Draft202012Validator
+        valid = [v for v in values if _validates(draft(schema, format_checker=draft.FORMAT_CHECKER), v, path)]
         if not valid:
-            keyword = "const" if "const" in schema else "enum"
-            raise SchemaError(
-                f"no value of {keyword} validates against the rest of the schema", path, keyword
-            )
+            raise SchemaError(f"no value of {main} validates against the rest of the schema", path, main)
         texts = [literal(_json(value)) for value in valid]
         return texts[0] if len(texts) == 1 else self._rules.name(" | ".join(dict.fromkeys(texts)), "enum")
 
@@ -234,10 +235,10 @@ class SchemaRules:
                 f"only references within the schema can be followed, not '{pointer}'", path, "$ref"
             )
         value = self._schema
-        for step in pointer.split("/")[1:]:
-            step = unquote(step).replace("~1", "/").replace("~0", "~")
+        for part in pointer.split("/")[1:]:
+            key = unquote(part).replace("~1", "/").replace("~0", "~")
             try:
-                value = value[int(step)] if isinstance(value, list) else value[step]
+                value = value[int(key)] if isinstance(value, list) else value[key]
             except (LookupError, ValueError, TypeError):
                 raise SchemaError(f"'{pointer}' refers to nothing", path, "$ref") from None
         if not isinstance(value, (dict, bool)):
@@ -310,7 +311,7 @@ class SchemaRules:
         rules = self._rules
         members = []
         for name, part in properties.items():
-            value = self._value(part, f"{path}/properties/{_step(name)}", frozenset())
+            value = self._value(part, f"{path}/properties/{step(name)}", frozenset())
             key = literal(_json(name))
             members.append((rules.name(f"{key} {_COLON} {value}", "member"), name in required))
         other = ""
@@ -422,12 +423,19 @@ class SchemaRules:
 # ---------------------------------------------------------------- helpers
 
 
-def _refuse_unknown(schema: dict[str, Any], path: str, constants: bool) -> None:
-    """Beside constants every keyword of JSON Schema is held: the values are tried against the schema."""
+def _refuse_beside_constants(schema: dict[str, Any], path: str) -> None:
+    """What the values can be tried against at once. No patterns: Python's `re` takes for ever over some."""
+    for keyword, value in schema.items():
+        if keyword in ANNOTATIONS or keyword in _TRIED or keyword.startswith("x-"):
+            continue
+        if keyword == "format" and value in FORMATS:
+            continue
+        raise SchemaError(f"constants with '{keyword}' beside them cannot be held", path, keyword)
+
+
+def _refuse_unknown(schema: dict[str, Any], path: str) -> None:
     for keyword, value in schema.items():
         if keyword in _HELD or keyword.startswith("x-"):
-            continue
-        if constants and keyword in jsonschema.Draft202012Validator.VALIDATORS:
             continue
         if keyword in _NOTHING and value == _NOTHING[keyword]:
             continue
@@ -461,18 +469,10 @@ def _exact(value: float) -> Fraction:
 def _validates(validator: Any, value: Any, path: str) -> bool:
     try:
         return bool(validator.is_valid(value))
-    except Exception as error:
+    except (TypeError, ValueError, ArithmeticError) as error:  # a keyword's value of another kind
         raise SchemaError(f"the schema cannot be applied: {error}", path) from None
 
 
 def _json(value: Any) -> str:
     text = msgspec.json.encode(value).decode()
     return text if not isinstance(value, (dict, list)) else msgspec.json.format(text, indent=0)
-
-
-def _step(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
-
-
-def _pointer(path: Iterable[Any]) -> str:
-    return "".join(f"/{_step(str(step))}" for step in path)

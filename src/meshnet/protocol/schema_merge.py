@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from meshnet.protocol.errors import SchemaError
+from meshnet.protocol.schema_shape import TYPES
 
 ANNOTATIONS = frozenset(
     [
@@ -16,7 +17,6 @@ ANNOTATIONS = frozenset(
 )
 _LARGER = frozenset(("minimum", "exclusiveMinimum", "minLength", "minItems"))
 _SMALLER = frozenset(("maximum", "exclusiveMaximum", "maxLength", "maxItems"))
-_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 
 
 def merge(a: Any, b: Any, path: str, keyword: str) -> Any:
@@ -49,7 +49,7 @@ def _both(key: str, a: Any, b: Any, path: str, keyword: str) -> Any:
     if key == "items":
         return merge(a, b, path, keyword)
     if key == "type":
-        common = [kind for kind in _TYPES if _admits(a, kind) and _admits(b, kind)]
+        common = [kind for kind in TYPES if _admits(a, kind) and _admits(b, kind)]
         if not common:
             raise SchemaError(f"no type is allowed on both sides of {keyword}", path, keyword)
         return common
@@ -81,7 +81,7 @@ def exclusive(a: Any, b: Any) -> bool:
         return True
     if a is True or b is True:
         return False
-    common = [kind for kind in _TYPES if kind in types_of(a) and _overlaps(kind, types_of(b))]
+    common = [kind for kind in TYPES if kind in types_of(a) and _overlaps(kind, types_of(b))]
     if not common:
         return True
     ours, theirs = _values(a), _values(b)
@@ -103,7 +103,7 @@ def types_of(schema: dict[str, Any]) -> frozenset[str]:
     values = _values(schema)
     if values is not None:
         return frozenset(_type_of(value) for value in values)
-    kinds = schema.get("type", _TYPES)
+    kinds = schema.get("type", TYPES)
     return frozenset([kinds] if isinstance(kinds, str) else kinds)
 
 
