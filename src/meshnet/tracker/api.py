@@ -16,13 +16,14 @@ from starlette.routing import Route
 from meshnet import __version__
 from meshnet.protocol import PROTOCOL_VERSION
 from meshnet.protocol.errors import ApiError
+from meshnet.tracker import forms
 from meshnet.tracker.auth import Authenticator, client_address, cookie_header, cookie_of, require_admin
-from meshnet.tracker.bodies import check_json, read_body
 from meshnet.tracker.books.facade import Books
 from meshnet.tracker.books.records import KeyInfo
 from meshnet.tracker.console import Entry
 from meshnet.tracker.experience import BooksExperience
 from meshnet.tracker.feed import EVERYONE, NODE_INTERVAL_S, Audience, Feed, Viewer
+from meshnet.tracker.forms import read_form
 from meshnet.tracker.live import LiveCall
 from meshnet.tracker.members import Node
 from meshnet.tracker.metrics import CONTENT_TYPE, Metrics
@@ -35,10 +36,6 @@ from meshnet.tracker.shelf import Shelf
 from meshnet.tracker.signals import DrainSet
 from meshnet.tracker.tuning import Tuning
 from meshnet.tracker.views import model_view, node_view, openai_model
-
-SMALL_BODY = 256 << 10
-INVITE_S = 24 * 3_600
-MAX_INVITE_S = 10 * 365 * 86_400
 
 _encode = msgspec.json.Encoder().encode
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -71,21 +68,6 @@ def answer(value: Any, status: int = 200, headers: dict[str, str] | None = None)
         {"cache-control": "no-store", **(headers or {})},
         media_type="application/json",
     )
-
-
-async def json_body(request: Request) -> dict[str, Any]:
-    """The body as a JSON object; empty counts as {}. Raises ApiError."""
-    body = await read_body(request.scope, request.receive, SMALL_BODY, 30.0)
-    if not body:
-        return {}
-    check_json(request.scope)
-    try:
-        value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
-    if not isinstance(value, dict):
-        raise ApiError(400, "the body must be a JSON object", code="invalid_type")
-    return value
 
 
 class Api:
@@ -172,10 +154,7 @@ class Api:
     # ------------------------------------------------------------ sessions
 
     async def sign_in(self, request: Request) -> Response:
-        body = await json_body(request)
-        secret = body.get("key")
-        if not isinstance(secret, str):
-            raise ApiError(400, "key must be a string", code="invalid_type", param="key")
+        secret = (await read_form(request, forms.SessionForm, needed=True)).key
         key = await self.t.authenticator.check(secret, client_address(request.scope))
         sessions = self.t.authenticator.sessions
         response = answer({"scope": key.scope, "name": key.name})
@@ -249,9 +228,8 @@ class Api:
 
     async def drain(self, request: Request) -> Response:
         require_admin(_key(request))
-        body = await json_body(request)
-        reason = str(body.get("reason", ""))[:200]
-        return answer(self._drained(request.path_params["node"], True, reason))
+        form = await read_form(request, forms.DrainForm)
+        return answer(self._drained(request.path_params["node"], True, form.reason))
 
     async def undrain(self, request: Request) -> Response:
         require_admin(_key(request))
@@ -376,9 +354,8 @@ class Api:
 
     async def route_preview(self, request: Request) -> Response:
         require_admin(_key(request))
-        return answer(
-            preview(self.t.shelf, self.t.tuning, self.t.orchestrator.placement, await json_body(request))
-        )
+        form = await read_form(request, forms.PreviewForm)
+        return answer(preview(self.t.shelf, self.t.tuning, self.t.orchestrator.placement, form))
 
     async def get_routing(self, request: Request) -> Response:
         require_admin(_key(request))
@@ -386,7 +363,7 @@ class Api:
 
     async def put_routing(self, request: Request) -> Response:
         require_admin(_key(request))
-        await self.t.tuning.change(await json_body(request))
+        await self.t.tuning.change(await read_form(request, forms.RoutingSettingsForm, needed=True))
         if self.t.feed.watched:
             self._show_models()
         return answer(self.t.tuning.view())
@@ -397,15 +374,15 @@ class Api:
 
     async def make_ticket(self, request: Request) -> Response:
         require_admin(_key(request))
-        return answer(signed_ticket(self.t.orchestrator, self.t.shelf, await json_body(request)))
+        return answer(
+            signed_ticket(self.t.orchestrator, self.t.shelf, await read_form(request, forms.TicketForm))
+        )
 
     async def invite(self, request: Request) -> Response:
         require_admin(_key(request))
-        body = await json_body(request)
-        expires_s = _whole(body, "expires_s", INVITE_S, 1, MAX_INVITE_S)
-        uses = _whole(body, "uses", None, 1, 1_000_000)
+        form = await read_form(request, forms.InviteForm)
         token, secret = await self.t.books.joins.create(
-            "invitation", valid_ms=expires_s * 1000, max_uses=uses
+            "invitation", valid_ms=form.expires_s * 1000, max_uses=form.uses
         )
         host = self.t.settings.advertise or request.url.hostname or self.t.settings.host
         url = f"{request.url.scheme}://{f'[{host}]' if ':' in host else host}:{request.url.port or 80}"
@@ -431,12 +408,3 @@ def _viewer(key: KeyInfo) -> Viewer:
 
 def _may_see(key: KeyInfo, call: LiveCall) -> bool:
     return key.scope == "admin" or call.key_id == key.id
-
-
-def _whole(body: dict[str, Any], name: str, default: Any, low: int, high: int) -> Any:
-    value = body.get(name, default)
-    if value is None and default is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ApiError(400, f"{name} is {value!r}; it is a whole number from {low} to {high}", param=name)
-    return value

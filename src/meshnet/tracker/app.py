@@ -9,6 +9,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from meshnet.protocol.errors import ApiError
 from meshnet.tracker.api import Api, Tracker
@@ -170,12 +171,24 @@ _HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path[:200]
+    headers = dict(error.headers or {})
+    if error.status_code == 405:
+        headers["allow"] = ", ".join(_methods(request))
     message = {
         404: f"there is nothing at {path}",
         405: f"{path} does not take {request.method}",
     }.get(error.status_code, str(error.detail))
     shown = ApiError(error.status_code, message, code=_HTTP_CODES.get(error.status_code, "http_error"))
-    return error_response(shown, dict(error.headers or {}))
+    return error_response(shown, headers)
+
+
+def _methods(request: Request) -> list[str]:
+    """Every method that some route of the path takes."""
+    found: set[str] = set()
+    for route in request.app.routes:
+        if route.matches(request.scope)[0] is not Match.NONE:
+            found.update(route.methods or ())
+    return sorted(found)
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

@@ -8,31 +8,36 @@ from typing import Any
 from meshnet.protocol.errors import ApiError
 from meshnet.routing import NoRouteAvailable, RouteWeights, RoutingRequest
 from meshnet.tracker import planning
+from meshnet.tracker.forms import PreviewForm, TicketForm
 from meshnet.tracker.orchestrator import TICKET_MS, Orchestrator
 from meshnet.tracker.placement import Chosen, Placement
 from meshnet.tracker.planning import ModelRouting, RouteRefused, View
 from meshnet.tracker.reservations import Need
 from meshnet.tracker.shelf import Shelf
-from meshnet.tracker.tuning import Tuning, parse_weights
-
-FIELDS = ("model", "layer_range", "prompt_tokens", "expected_tokens", "weights", "cost_model", "alternatives")
-MAX_ALTERNATIVES = 20
+from meshnet.tracker.tuning import Tuning
 
 
-def preview(shelf: Shelf, tuning: Tuning, placement: Placement, body: dict[str, Any]) -> dict[str, Any]:
+def preview(shelf: Shelf, tuning: Tuning, placement: Placement, form: PreviewForm) -> dict[str, Any]:
     """The plan for a call like the one described. Raises ApiError: 400, 404, or 503 without a route."""
-    for name in body:
-        if name not in FIELDS:
-            raise ApiError(
-                400, f"{name!r} is not one of {', '.join(FIELDS)}", code="unknown_parameter", param=name
-            )
-    model_id = find_model(shelf, body.get("model"))
-    routing = _routing(tuning.of(model_id), body)
-    request = _request(body)
-    alternatives = _whole(body, "alternatives", 3, MAX_ALTERNATIVES)
-    need = Need(1, request.prompt_tokens + request.expected_tokens)
+    model_id = find_model(shelf, form.model)
+    kept = tuning.of(model_id)
+    named = form.weights.named() if form.weights is not None else {}
+    routing = ModelRouting(
+        form.cost_model or kept.cost_model, RouteWeights.from_dict({**kept.weights.to_dict(), **named})
+    )
+    try:
+        request = RoutingRequest(form.layer_range, form.prompt_tokens, form.expected_tokens)
+    except ValueError as error:
+        raise ApiError(400, str(error), param="layer_range") from error
+    need = Need(1, form.prompt_tokens + form.expected_tokens)
     problem: NoRouteAvailable | None = None
     for view in placement.views(model_id):
+        if form.layer_range is not None and form.layer_range[1] >= view.layers:
+            raise ApiError(
+                400,
+                f"layer_range ends at {form.layer_range[1]}; {model_id!r} has {view.layers} layers",
+                param="layer_range",
+            )
         try:
             found = planning.choose(
                 view,
@@ -40,7 +45,7 @@ def preview(shelf: Shelf, tuning: Tuning, placement: Placement, body: dict[str, 
                 request,
                 _capped(need, view),
                 placement.room_of(model_id),
-                alternatives=alternatives,
+                alternatives=form.alternatives,
             )
         except NoRouteAvailable as error:
             problem = problem or error
@@ -59,14 +64,13 @@ def _capped(need: Need, view: View) -> Need:
     return Need(need.slots, min(need.tokens, view.n_ctx))
 
 
-def find_model(shelf: Shelf, name: Any) -> str:
+def find_model(shelf: Shelf, name: str | None) -> str:
+    """The id of a model, or of the default one. Raises ApiError (404)."""
     if name is None:
         found = shelf.default_id()
         if found:
             return found
         raise ApiError(404, "the mesh serves no model", code="model_not_found", param="model")
-    if not isinstance(name, str):
-        raise ApiError(400, "model must be a string", code="invalid_type", param="model")
     model = shelf.find(name)
     if model is None:
         raise ApiError(
@@ -75,46 +79,11 @@ def find_model(shelf: Shelf, name: Any) -> str:
     return model.model_id
 
 
-def _routing(kept: ModelRouting, body: dict[str, Any]) -> ModelRouting:
-    cost_model = body.get("cost_model", kept.cost_model)
-    if cost_model not in ("measured", "weighted"):
-        raise ApiError(400, f"cost_model is {cost_model!r}; it is measured or weighted", param="cost_model")
-    weights = kept.weights.to_dict()
-    if "weights" in body:
-        weights |= parse_weights(body["weights"], "weights")
-    return ModelRouting(cost_model, RouteWeights.from_dict(weights))
-
-
-def _request(body: dict[str, Any]) -> RoutingRequest:
-    window = body.get("layer_range")
-    try:
-        return RoutingRequest(
-            layer_range=None if window is None else tuple(window),
-            prompt_tokens=_whole(body, "prompt_tokens", 0, 10**7),
-            expected_tokens=_whole(body, "expected_tokens", 256, 10**7),
-        )
-    except (TypeError, ValueError) as error:
-        raise ApiError(400, f"layer_range: {error}", param="layer_range") from error
-
-
-def _whole(body: dict[str, Any], name: str, default: int, most: int) -> int:
-    value = body.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
-        raise ApiError(400, f"{name} is {value!r}; it is a whole number from 0 to {most}", param=name)
-    return value
-
-
-def signed_ticket(orchestrator: Orchestrator, shelf: Shelf, body: dict[str, Any]) -> dict[str, Any]:
+def signed_ticket(orchestrator: Orchestrator, shelf: Shelf, form: TicketForm) -> dict[str, Any]:
     """`{"ticket", "expires_ms"}` for a route over the named nodes, or over the cheapest. Holds no room."""
-    for name in body:
-        if name not in ("model", "nodes"):
-            raise ApiError(400, f"{name!r} is not one of model, nodes", code="unknown_parameter", param=name)
-    model_id = find_model(shelf, body.get("model"))
-    names = body.get("nodes", [])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ApiError(400, "nodes must be a list of names", code="invalid_type", param="nodes")
+    model_id = find_model(shelf, form.model)
     call_id = f"call-{secrets.token_hex(12)}"
-    chosen = _chosen(orchestrator, model_id, names)
+    chosen = _chosen(orchestrator, model_id, form.nodes)
     ticket = orchestrator.sign(call_id, model_id, 0, chosen)
     return {
         "ticket": ticket,

@@ -12,6 +12,7 @@ from meshnet.protocol.errors import ApiError
 from meshnet.routing import RouteWeights
 from meshnet.tracker.books.facade import Books
 from meshnet.tracker.books.records import BooksError
+from meshnet.tracker.forms import RoutingForm, RoutingSettingsForm
 from meshnet.tracker.planning import CostName, ModelRouting
 
 SETTING = "routing"
@@ -54,26 +55,15 @@ class Tuning:
             "models": {model: _plain(self.of(model)) for model in sorted(self._models)},
         }
 
-    async def change(self, change: Mapping[str, Any]) -> None:
-        """Merges a change and keeps it. A model set to null forgets its own values. Raises ApiError (400)."""
-        if not isinstance(change, dict):
-            raise ApiError(400, "the body must be an object", code="invalid_type")
-        for name in change:
-            if name not in ("default", "models"):
-                raise ApiError(
-                    400, f"{name!r} is not one of default, models", code="unknown_parameter", param=name
-                )
-        default = _merged(self._default, change.get("default", {}), "default")
+    async def change(self, change: RoutingSettingsForm) -> None:
+        """Merges a change and keeps it. A model set to null forgets its own values. Raises ApiError."""
+        default = _merged(self._default, change.default)
         models = dict(self._models)
-        given = change.get("models", {})
-        if not isinstance(given, dict):
-            raise ApiError(400, "models must be an object of model ids", code="invalid_type", param="models")
-        for model, values in given.items():
-            wanted = model.lower()
+        for model, values in change.models.items():
             if values is None:
-                models.pop(wanted, None)
+                models.pop(model.lower(), None)
             else:
-                models[wanted] = _merged(models.get(wanted, {}), values, f"models.{model}")
+                models[model.lower()] = _merged(models.get(model.lower(), {}), values)
         if len(models) > MAX_MODELS:
             raise ApiError(400, f"at most {MAX_MODELS} models have values of their own", param="models")
         try:
@@ -111,34 +101,12 @@ def _plain(routing: ModelRouting) -> dict[str, Any]:
     return {"cost_model": routing.cost_model, "weights": routing.weights.to_dict()}
 
 
-def _merged(before: Mapping[str, Any], change: Any, where: str) -> dict[str, Any]:
-    """Values with a change merged in, checked. Raises ApiError (400) naming the field."""
-    if not isinstance(change, dict):
-        raise ApiError(400, f"{where} must be an object", code="invalid_type", param=where)
+def _merged(before: Mapping[str, Any], change: RoutingForm | None) -> dict[str, Any]:
+    """Values with a change merged in."""
     merged = dict(before)
-    for name, value in change.items():
-        if name == "cost_model":
-            if value not in ("measured", "weighted"):
-                raise ApiError(
-                    400, f"cost_model is {value!r}; it is measured or weighted", param=f"{where}.cost_model"
-                )
-            merged["cost_model"] = value
-        elif name == "weights":
-            merged["weights"] = {**merged.get("weights", {}), **parse_weights(value, f"{where}.weights")}
-        else:
-            raise ApiError(
-                400,
-                f"{name!r} is not one of cost_model, weights",
-                code="unknown_parameter",
-                param=f"{where}.{name}",
-            )
+    if change is not None:
+        if change.cost_model is not None:
+            merged["cost_model"] = change.cost_model
+        if change.weights is not None:
+            merged["weights"] = {**merged.get("weights", {}), **change.weights.named()}
     return merged
-
-
-def parse_weights(value: Any, where: str) -> dict[str, float]:
-    """The weights named in a JSON object. Raises ApiError (400)."""
-    try:
-        weights = RouteWeights.from_dict(value)
-    except ValueError as error:
-        raise ApiError(400, str(error), param=where) from error
-    return {name: getattr(weights, name) for name in value}
