@@ -6,6 +6,7 @@ was asked for (a float has at most 15 digits, say), never more.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
@@ -126,8 +127,11 @@ def either(options: Iterable[str]) -> str:
 # ---------------------------------------------------------------- integers
 
 
+@functools.lru_cache(maxsize=256)
 def integer(low: int | None = None, high: int | None = None) -> str:
     """Integers from low to high (None: as far as 15 digits go), without leading zeros."""
+    if low is None and high is None:
+        return f'"-"? ("0" | [1-9] [0-9]{{0,{_INT_DIGITS - 1}}})'
     limit = 10**_INT_DIGITS - 1
     low = -limit if low is None else low
     high = limit if high is None else high
@@ -195,6 +199,7 @@ NUMBER = '("-"? ("0" | [1-9] [0-9]{0,14}) ("." [0-9]{1,15})? ([eE] [-+]? [0-9]{1
 """Any number; the exponent is kept small enough for a double."""
 
 
+@functools.lru_cache(maxsize=256)
 def number(low: Fraction | None, high: Fraction | None, *, above: bool = False, below: bool = False) -> str:
     """Decimal numbers within bounds; `above` and `below`: the bound itself is out. None: no bound."""
     if low is None and high is None:

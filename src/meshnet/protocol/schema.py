@@ -193,8 +193,10 @@ class SchemaRules:
         values = [schema["const"]] if main == "const" else schema["enum"]
         if len(values) > _MAX_VALUES:
             raise SchemaError(f"enum has more than {_MAX_VALUES} values", path, main)
+        rest = {key: value for key, value in schema.items() if key in _TRIED - {main} or key == "format"}
         draft = jsonschema.Draft202012Validator
-        valid = [v for v in values if _validates(draft(schema, format_checker=draft.FORMAT_CHECKER), v, path)]
+        validator = draft(rest, format_checker=draft.FORMAT_CHECKER)
+        valid = [value for value in values if not rest or _validates(validator, value, path)]
         if not valid:
             raise SchemaError(f"no value of {main} validates against the rest of the schema", path, main)
         texts = [literal(_json(value)) for value in valid]
