@@ -99,6 +99,33 @@ def test_bad_input(run: Run, tmp_path: Path, random_models: RandomModel) -> None
         assert "Traceback" not in failed.stderr
 
 
+def test_plan_counts_the_output_matrix(run: Run, random_models: RandomModel) -> None:
+    """Equal machines do not share SmolLM2 in the middle: the tail has 30 of 97 MB in its output matrix."""
+    assert run("pull", "smollm2").returncode == 0
+    planned = run("plan", "smollm2", "--nodes", "a:100,b:100", "--json")
+    assert planned.returncode == 0, planned.stderr
+    plan = json.loads(planned.stdout)
+    head, tail = plan["stages"]
+    assert (head["start_layer"], tail["end_layer"]) == (0, 29)
+    assert plan["cuts"] == [tail["start_layer"]]
+    assert 20 <= tail["start_layer"] <= 23
+    assert plan["slowest_ms"] < 6
+    shown = run("plan", "smollm2", "--nodes", "fast:100,slow:10", "--memory", "fast:80MB")
+    assert shown.returncode == 0, shown.stderr
+    assert "cuts: " in shown.stdout
+    assert "the output matrix" in shown.stdout
+
+
+def test_plan_that_cannot_be_made(run: Run, random_models: RandomModel) -> None:
+    small = run("plan", random_models("llama"), "--nodes", "a:1", "--memory", "a:1MB")
+    assert small.returncode == 1
+    assert "add a node or memory" in small.stderr
+    assert "Traceback" not in small.stderr
+    misspelt = run("plan", random_models("llama"), "--nodes", "a:fast")
+    assert misspelt.returncode == 2
+    assert "give a number above 0" in " ".join(misspelt.stderr.replace("│", " ").split())
+
+
 def test_parsing() -> None:
     assert parse_layers("3-14") == (3, 14)
     assert parse_layers("7") == (7, 7)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -24,8 +26,14 @@ from meshnet.models.errors import ModelError
 from meshnet.models.gguf import ModelFile, model_info
 from meshnet.models.slice import plan_slice, write_slice
 from meshnet.models.store import Store, StoredModel
+from meshnet.models.work import decode_work
+
+if TYPE_CHECKING:
+    from meshnet.routing.placement import ModelLayers
 
 model = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+_SIZE = re.compile(r"^(\d+(?:\.\d+)?)([kmgt]?)(i?)b?$")
 
 Report = Callable[[int, int], None]
 
@@ -179,3 +187,110 @@ def check(
         path = Store().resolve(file).path
         code = run_check(path, wanted, replay=replay, json_output=as_json)
     raise typer.Exit(code)
+
+
+class Objective(StrEnum):
+    """What a plan makes best: the slowest stage, or one token's way through all."""
+
+    throughput = "throughput"
+    latency = "latency"
+
+
+@model.command()
+def plan(
+    file: Annotated[str, typer.Argument(help="Model id or path.")],
+    nodes: Annotated[
+        str, typer.Option(help="name:speed,... with speed in tokens per second, or in any one unit.")
+    ],
+    memory: Annotated[
+        str, typer.Option(help="name:size,... like a:8GB; a node that is not named can hold the whole model.")
+    ] = "",
+    objective: Annotated[
+        Objective, typer.Option(help="Fastest slowest stage (many streams), or shortest way (one stream).")
+    ] = Objective.throughput,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Propose where to cut a model for these nodes, the output matrix and the embedding counted."""
+    from meshnet.routing.placement import PlacementImpossible, PlacementNode, place
+
+    speeds = parse_speeds(nodes)
+    sizes = parse_sizes(memory, speeds)
+    with _errors():
+        source = Store().open(file)
+    layers = model_layers(source)
+    whole = layers.layers + layers.output_work + layers.embedding_work
+    given = [
+        PlacementNode(name, sizes.get(name, source.n_bytes), 1000.0 / speed / whole)
+        for name, speed in speeds.items()
+    ]
+    try:
+        placement = place(layers, given, objective=objective.value)
+    except PlacementImpossible as error:
+        sys.stderr.write(f"meshnet model: {error}\n")
+        raise typer.Exit(1) from error
+    if as_json:
+        _print_json(placement.to_dict())
+        return
+    for stage, ms in zip(placement.stages, placement.stage_ms, strict=True):
+        share = ms / placement.slowest_ms
+        sys.stdout.write(f"{stage.node_id}: layers {stage.start_layer}-{stage.end_layer}, {share:.0%} busy\n")
+    cuts = [str(stage.start_layer) for stage in placement.stages[1:]]
+    sys.stdout.write(f"cuts: {','.join(cuts) or 'none'}\n")
+    for reason in placement.why:
+        sys.stdout.write(f"  {reason}\n")
+
+
+def model_layers(file: ModelFile) -> ModelLayers:
+    """What placement needs to know of a model: bytes to hold, and work relative to the average layer."""
+    from meshnet.routing.placement import ModelLayers
+
+    work = decode_work(file)
+    return ModelLayers(
+        layer_bytes=file.layer_bytes,
+        embedding_bytes=file.embedding_bytes,
+        output_bytes=file.output_bytes,
+        tied=file.tied,
+        output_work=work.output / work.mean_layer,
+        embedding_work=work.embedding / work.mean_layer,
+        layer_work=tuple(size / work.mean_layer for size in work.layers),
+    )
+
+
+def _named(text: str, what: str) -> dict[str, str]:
+    """`a:x,b:y` as a mapping. Raises typer.BadParameter."""
+    found: dict[str, str] = {}
+    for part in filter(None, (each.strip() for each in text.split(","))):
+        name, colon, value = part.rpartition(":")
+        if not colon or not name or name in found:
+            raise typer.BadParameter(f"'{part}' is no name:{what}, or the name stands twice")
+        found[name] = value
+    return found
+
+
+def parse_speeds(text: str) -> dict[str, float]:
+    """`a:30,b:12.5` as speeds by node. Raises typer.BadParameter."""
+    speeds: dict[str, float] = {}
+    for name, value in _named(text, "speed").items():
+        try:
+            speeds[name] = float(value)
+        except ValueError:
+            speeds[name] = 0.0
+        if not 0 < speeds[name] < float("inf"):
+            raise typer.BadParameter(f"the speed of {name} is '{value}'; give a number above 0")
+    if not speeds:
+        raise typer.BadParameter("no node is named; write them like a:30,b:12")
+    return speeds
+
+
+def parse_sizes(text: str, nodes: Mapping[str, float]) -> dict[str, int]:
+    """`a:8GB,b:4GiB` as bytes by node; each must be one of `nodes`. Raises typer.BadParameter."""
+    sizes: dict[str, int] = {}
+    for name, value in _named(text, "size").items():
+        match = _SIZE.match(value.strip().lower())
+        if match is None:
+            raise typer.BadParameter(f"the memory of {name} is '{value}'; write it like 8GB or 512MiB")
+        if name not in nodes:
+            raise typer.BadParameter(f"--memory names {name}, --nodes does not")
+        base = 1024 if match[3] else 1000
+        sizes[name] = int(float(match[1]) * base ** " kmgt".index(match[2] or " "))
+    return sizes
