@@ -23,12 +23,15 @@ def postgres() -> Iterator[Postgres]:
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
-async def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+async def where(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[str]:
     """A place for new books: a data directory, then a PostgreSQL database."""
     if request.param == "sqlite":
-        return str(tmp_path / "data")
+        yield str(tmp_path / "data")
+        return
     server: Postgres = request.getfixturevalue("postgres")
-    return await server.new_database()
+    url = await server.new_database()
+    yield url
+    await server.take_back(url)
 
 
 @pytest.fixture

@@ -102,7 +102,6 @@ def run(connection: Connection, batches: Sequence[Sequence[Command]]) -> list[li
     return [list(carry_out(connection, batch, 2_000)) for batch in batches if batch]
 
 
-@settings(max_examples=150)
 @given(st.lists(st.lists(commands(), max_size=6), max_size=12))
 def test_money_stays_right_whatever_comes(batches: list[list[Command]]) -> None:
     engine = create_engine("sqlite://", poolclass=StaticPool)

@@ -90,13 +90,7 @@ def _invalid(invalid: ValidationError) -> Response:
 
 
 def _answer(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value, enc_hook=_encode), status, media_type="application/json")
-
-
-def _encode(value: Any) -> Any:
-    if isinstance(value, frozenset):
-        return sorted(value)
-    raise TypeError(type(value))
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 async def _form(request: Request, model: type[F]) -> F:

@@ -39,7 +39,7 @@ from meshnet.tracker.books.ledger import (
     duplicate,
 )
 from meshnet.tracker.books.limits import Limits
-from meshnet.tracker.books.mesh import Joins, Mesh, Settings, insert_join_token, load_mesh, make_mesh
+from meshnet.tracker.books.mesh import Joins, Mesh, Settings, ensure_mesh, insert_join_token
 from meshnet.tracker.books.prices import MAX_TOKENS, Prices, charge
 from meshnet.tracker.books.records import (
     BooksError,
@@ -130,9 +130,7 @@ class Books:
         """
         storage = await Storage.open(where)
         try:
-            mesh = await storage.write(
-                lambda connection: load_mesh(connection) or make_mesh(connection, clock())
-            )
+            mesh = await storage.write(lambda connection: ensure_mesh(connection, clock()))
         except BaseException:
             await storage.close()
             raise
@@ -495,7 +493,7 @@ def _not_allowed(key: KeyInfo, model: str, now: int) -> Refusal | None:
         return Refusal("key_expired", f"key {key.name!r} has expired", 401, "authentication_error")
     if not key.may_use(model):
         assert key.models is not None
-        allowed = ", ".join(sorted(key.models)) or "none"
+        allowed = ", ".join(key.models) or "none"
         return Refusal(
             "model_not_allowed",
             f"key {key.name!r} may not use model {model!r}; it may use: {allowed}",

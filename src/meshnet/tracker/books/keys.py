@@ -243,7 +243,7 @@ def _key(row: Row[Any]) -> KeyInfo:
         total_budget=row.total_budget,
         requests_per_minute=row.requests_per_minute,
         tokens_per_minute=row.tokens_per_minute,
-        models=None if row.models is None else frozenset(json.loads(row.models)),
+        models=None if row.models is None else tuple(json.loads(row.models)),
         expires_at=row.expires_at,
         revoked_at=row.revoked_at,
         last_used_at=row.last_used_at,

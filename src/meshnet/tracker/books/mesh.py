@@ -18,6 +18,7 @@ from typing import Any, Final
 from sqlalchemy import Connection, Row, func, insert, select, update
 
 from meshnet.tracker.books import schema
+from meshnet.tracker.books.migration import lock_schema
 from meshnet.tracker.books.records import BooksError, Clock, JoinToken
 from meshnet.tracker.books.secret import digest, new_secret, same
 from meshnet.tracker.books.storage import Storage, upsert
@@ -36,14 +37,24 @@ class Mesh:
     signing_secret: bytes = field(repr=False)
 
 
-def load_mesh(connection: Connection) -> Mesh | None:
-    """The mesh of this database; None before bootstrap."""
+def ensure_mesh(connection: Connection, now: int) -> Mesh:
+    """The mesh of this database.
+
+    A new database gets one, of several trackers that start at once from the first.
+    """
+    found = _load_mesh(connection)
+    if found is None:
+        lock_schema(connection)
+        found = _load_mesh(connection) or _make_mesh(connection, now)
+    return found
+
+
+def _load_mesh(connection: Connection) -> Mesh | None:
     row = connection.execute(select(schema.mesh)).one_or_none()
     return None if row is None else Mesh(row.id, base64.b64decode(row.signing_secret))
 
 
-def make_mesh(connection: Connection, now: int) -> Mesh:
-    """Stores a new mesh with a new signing secret."""
+def _make_mesh(connection: Connection, now: int) -> Mesh:
     made = Mesh(str(uuid.uuid4()), secrets.token_bytes(32))
     connection.execute(
         insert(schema.mesh).values(

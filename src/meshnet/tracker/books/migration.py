@@ -33,10 +33,15 @@ def current_revision(connection: Connection) -> str | None:
     return connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one_or_none()
 
 
-def migrate(connection: Connection, revision: str = "head") -> None:
-    """Upgrades to `revision`. Raises BooksError for a schema that this version does not know."""
+def lock_schema(connection: Connection) -> None:
+    """Lets one transaction at a time set up the database; SQLite has one writer anyway."""
     if connection.dialect.name == "postgresql":
         connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": LOCK})
+
+
+def migrate(connection: Connection, revision: str = "head") -> None:
+    """Upgrades to `revision`. Raises BooksError for a schema that this version does not know."""
+    lock_schema(connection)
     current = current_revision(connection)
     if current == (newest_revision() if revision == "head" else revision):
         return

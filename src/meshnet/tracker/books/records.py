@@ -65,7 +65,7 @@ class KeyInfo:
     total_budget: int | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
-    models: frozenset[str] | None = None
+    models: tuple[str, ...] | None = None
     expires_at: int | None = None
     revoked_at: int | None = None
     last_used_at: int | None = None

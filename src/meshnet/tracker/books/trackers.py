@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import Connection, delete, insert, select, update
 
 from meshnet.tracker.books import schema
 from meshnet.tracker.books.records import BooksError, Clock
@@ -22,6 +22,7 @@ from meshnet.tracker.books.storage import Storage
 
 BEAT_MS: Final = 2_000
 LEASE_MS: Final = 7_000
+REMEMBERED_MS: Final = 7 * 86_400_000
 MAX_INFO_BYTES: Final = 1 << 20
 
 
@@ -71,14 +72,19 @@ class Trackers:
         self._registered = False
 
     async def register(self, url: str) -> None:
-        """Announces this tracker at `url`."""
-        await self._storage.write(
-            lambda connection: connection.execute(
-                insert(schema.trackers).values(
-                    id=self.id, url=url, info="{}", beats=0, started_at=self._clock(), ended_at=None
+        """Announces this tracker at `url`, and forgets those that ended long ago."""
+        now = self._clock()
+
+        def write(connection: Connection) -> None:
+            trackers = schema.trackers
+            connection.execute(delete(trackers).where(trackers.c.ended_at < now - REMEMBERED_MS))
+            connection.execute(
+                insert(trackers).values(
+                    id=self.id, url=url, info="{}", beats=0, started_at=now, ended_at=None
                 )
             )
-        )
+
+        await self._storage.write(write)
         self._registered = True
 
     async def beat(self, info: Mapping[str, Any] | None = None) -> None:
