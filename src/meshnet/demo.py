@@ -168,7 +168,6 @@ class DemoOptions:
     data: Path | None = None
     ctx: int | None = None
     slots: int | None = None
-    streams: int = 1
 
 
 async def start_demo(

@@ -18,15 +18,20 @@ from rich.console import Console
 
 from meshnet.demo import DemoError, DemoOptions, Supervisor, parse_cuts, start_demo
 from meshnet.models.errors import ModelError
+from meshnet.models.gguf import ModelFile
 from meshnet.models.store import Store
 from meshnet.process import watch_parent
+
+AUTO = "auto"
 
 
 def demo(
     port: Annotated[int, typer.Option(help="Port of the endpoint and dashboard; 0 takes a free one.")] = 8080,
     cuts: Annotated[
         str,
-        typer.Option(help='First layers of the pieces after the first: "15", "10,20", "auto", "" for none.'),
+        typer.Option(
+            help='Where pieces begin: "15", "10,20", "auto" (two equal nodes), "auto:3", "" for none.'
+        ),
     ] = "15",
     model: Annotated[str, typer.Option(help="Model id, hf:ORG/REPO/FILE.gguf or path.")] = "smollm2",
     threads: Annotated[int | None, typer.Option(min=1, help="Compute threads per node.")] = None,
@@ -37,7 +42,6 @@ def demo(
     ] = None,
     ctx: Annotated[int | None, typer.Option(min=64, help="Positions per slot.")] = None,
     slots: Annotated[int | None, typer.Option(min=1, help="Sessions per node.")] = None,
-    streams: Annotated[int, typer.Option(min=1, help="Streams that --cuts auto balances for.")] = 1,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON on stdout when ready.")
     ] = False,
@@ -54,7 +58,6 @@ def demo(
         data=data,
         ctx=ctx,
         slots=slots,
-        streams=streams,
     )
     try:
         code = asyncio.run(_run(options, as_json=as_json, browser=not (no_browser or as_json)))
@@ -98,8 +101,30 @@ async def _start(options: DemoOptions, supervisor: Supervisor, data: Path) -> di
     store = Store()
     entry = await asyncio.to_thread(store.pull, options.model)
     file = store.open(entry.id)
-    cuts = parse_cuts(options.cuts, file.n_layers)
+    cuts = (
+        _auto_cuts(options.cuts, file)
+        if options.cuts.startswith(AUTO)
+        else parse_cuts(options.cuts, file.n_layers)
+    )
     return await start_demo(options, supervisor, data, model_id=entry.id, n_layers=file.n_layers, cuts=cuts)
+
+
+def _auto_cuts(text: str, file: ModelFile) -> tuple[int, ...]:
+    """Where to cut for equal nodes: `auto` for two of them, `auto:3` for three."""
+    from meshnet.commands.model import model_layers
+    from meshnet.routing.placement import PlacementImpossible, PlacementNode, place
+
+    count = text.removeprefix(AUTO).removeprefix(":") or "2"
+    if not count.isdecimal() or not 1 <= int(count) <= file.n_layers:
+        raise DemoError(f"--cuts: {text!r} is not auto or auto:N with N nodes from 1 to {file.n_layers}")
+    nodes = [PlacementNode(f"node-{i:03}", file.n_bytes, 1.0) for i in range(1, int(count) + 1)]
+    try:
+        placement = place(model_layers(file), nodes, objective="throughput")
+    except PlacementImpossible as error:
+        raise DemoError(f"--cuts: {error}") from error
+    for reason in placement.why:
+        sys.stderr.write(f"meshnet demo: {reason}\n")
+    return tuple(stage.start_layer for stage in placement.stages[1:])
 
 
 async def _watch(supervisor: Supervisor, stopped: asyncio.Task[Any]) -> int:
