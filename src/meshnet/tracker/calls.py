@@ -6,8 +6,10 @@ its fate does. The orchestrator carries the effects out and reports back with fu
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Literal
+
+import msgspec
+from msgspec.structs import replace
 
 Phase = Literal[
     "accepted",
@@ -27,15 +29,13 @@ BUSY_CODES = frozenset({"no_slots", "busy", "draining", "loading"})
 MAX_BUSY = 40
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
+class Rules(msgspec.Struct, frozen=True):
     max_reroutes: int = 8
     fallback: bool = False
     """A fallback model is configured for the call's model."""
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(msgspec.Struct, frozen=True):
     """`sent`: something has gone to the client. `opened`: the head has begun the attempt of this epoch."""
 
     rules: Rules
@@ -63,21 +63,18 @@ class State:
         return self.phase in ENDED
 
 
-@dataclass(frozen=True, slots=True)
-class Queued:
+class Queued(msgspec.Struct, frozen=True):
     """No room yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(msgspec.Struct, frozen=True):
     """A route with room was taken; `same_head` when the head goes on with its session of the call."""
 
     nodes: tuple[str, ...]
     same_head: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class NoPlace:
+class NoPlace(msgspec.Struct, frozen=True):
     """No route, and waiting does not help. `code`: no_route, queue_full, queue_timeout, ..."""
 
     status: int
@@ -85,25 +82,21 @@ class NoPlace:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class Connected:
+class Connected(msgspec.Struct, frozen=True):
     """The head has accepted the attempt."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillBegan:
+class PrefillBegan(msgspec.Struct, frozen=True):
     pass
 
 
-@dataclass(frozen=True, slots=True)
-class TokensCame:
+class TokensCame(msgspec.Struct, frozen=True):
     """The first tokens of an attempt, or after a repair; `sent` when the client sees them."""
 
     sent: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class NodeLost:
+class NodeLost(msgspec.Struct, frozen=True):
     """The head reports that a node downstream failed; it parks the call."""
 
     node_id: str
@@ -111,16 +104,14 @@ class NodeLost:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class HeadFailed:
+class HeadFailed(msgspec.Struct, frozen=True):
     """The way to the head broke, it missed its deadline, it refused, or the mesh lost it."""
 
     code: str
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(msgspec.Struct, frozen=True):
     """The request itself is at fault: another node would say the same."""
 
     status: int
@@ -129,13 +120,11 @@ class Refused:
     param: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(msgspec.Struct, frozen=True):
     """Every choice has ended and the head has let go of the call."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cancelled:
+class Cancelled(msgspec.Struct, frozen=True):
     """By the client (client_gone, cancelled), a limit (stalled_reader, call_limit) or a shutdown.
 
     `failed_with` is a status of our own fault; without one the call counts as cancelled.
@@ -161,8 +150,7 @@ Event = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     """Find a route for the whole model and hold it; then open the head with what was generated so far.
 
     `avoid` are to be passed over where that is possible.
@@ -172,8 +160,7 @@ class Place:
     avoid: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Repair:
+class Repair(msgspec.Struct, frozen=True):
     """Find substitutes for `lost` and send the head a Reroute."""
 
     lost: frozenset[str]
@@ -181,28 +168,23 @@ class Repair:
     avoid: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class GoOn:
+class GoOn(msgspec.Struct, frozen=True):
     """Nothing to decide: listen to the head further."""
 
 
-@dataclass(frozen=True, slots=True)
-class Open:
+class Open(msgspec.Struct, frozen=True):
     """Send GenerateCall to the head of the route just taken."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reroute:
+class Reroute(msgspec.Struct, frozen=True):
     """Send the new route to the head that stays."""
 
 
-@dataclass(frozen=True, slots=True)
-class UseFallback:
+class UseFallback(msgspec.Struct, frozen=True):
     """Plan the fallback model instead; nothing has been sent yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(msgspec.Struct, frozen=True):
     """The call is over: release, settle, tell the client."""
 
     outcome: Outcome

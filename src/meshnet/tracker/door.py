@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ from meshnet.protocol.openai import ChatRequest, CompletionRequest, parse_chat, 
 from meshnet.tracker.auth import Authenticator, header, require_admin
 from meshnet.tracker.bodies import ClientGone, Receive, check_json, read_body
 from meshnet.tracker.catalogue import Model
-from meshnet.tracker.orchestrator import Accepted, Orchestrator
+from meshnet.tracker.orchestrator import Accepted, Orchestrator, draw
 from meshnet.tracker.settings import TrackerSettings
 from meshnet.tracker.shelf import Shelf
 from meshnet.tracker.sinks import AnswerSink, Header, Send, Sink, StreamSink, send_error
@@ -109,7 +108,7 @@ def request_id_of(scope: Any) -> str:
     given = header(scope, b"x-request-id")
     if given and len(given) <= MAX_REQUEST_ID and given.isascii() and given.isprintable():
         return given
-    return f"req-{secrets.token_hex(12)}"
+    return f"req-{draw(96):024x}"
 
 
 def forced_nodes(scope: Any) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,11 +12,12 @@ from meshnet.routing import NodeTimes, NoRouteAvailable, Plan, RoutingFailure, R
 from meshnet.tracker import planning, reservations
 from meshnet.tracker.members import Node
 from meshnet.tracker.planning import ModelRouting, RouteRefused, View
-from meshnet.tracker.reservations import Need, Place, Waiting
+from meshnet.tracker.reservations import Need, Waiting
 from meshnet.tracker.roster import Roster
 
 REMEMBER_ENDED_S = 5.0
 MAX_ENDED = 10_000
+MAX_PLANS = 1_024
 DURATION_ALPHA = 0.1
 
 
@@ -89,6 +90,7 @@ class Placement:
         self._jobs: dict[str, tuple[Job, asyncio.Future[Chosen]]] = {}
         self._ended: OrderedDict[str, tuple[float, reservations.Needs]] = OrderedDict()
         self._views: dict[str, tuple[int, list[View]]] = {}
+        self._plans: dict[Hashable, tuple[View, Plan]] = {}
         self._pumping = False
         self._average_s = 5.0
         roster.on_change(self._node_changed)
@@ -272,7 +274,7 @@ class Placement:
                 problem = error
                 if error.busy:
                     busy = True
-                    if not planning.fits_when_empty(view, job.need, self._total_of(job.model)):
+                    if not self._fits_when_empty(view, job):
                         raise NoPlace(
                             400,
                             "too_large",
@@ -303,15 +305,33 @@ class Placement:
         return self._plan(view, job, job.excluded)
 
     def _plan(self, view: View, job: Job, excluded: Mapping[str, str]) -> Plan:
-        return planning.choose(
-            view,
-            self._routing_of(job.model),
+        """The router's answer, kept while nothing that it depends on changes: calls alike come in crowds."""
+        room_of = self.room_of(job.model)
+        full = frozenset(node_id for node_id in view.addresses if not job.need.within(room_of(node_id)))
+        routing = self._routing_of(job.model)
+        key = (
+            id(view),
+            routing,
             job.request,
-            job.need,
-            self.room_of(job.model),
+            full,
+            frozenset(excluded),
+            frozenset(job.cached_tokens.items()),
+        )
+        kept = self._plans.get(key)
+        if kept is not None and kept[0] is view:
+            return kept[1]
+        found = planning.choose(
+            view,
+            routing,
+            job.request,
+            full,
             excluded=excluded,
             cached_tokens=job.cached_tokens,
         )
+        if len(self._plans) >= MAX_PLANS:
+            self._plans.clear()
+        self._plans[key] = (view, found)
+        return found
 
     def _forced(self, job: Job) -> Chosen | None:
         nodes: list[Node] = []
@@ -341,12 +361,14 @@ class Placement:
         self.state = after
         return Chosen(stages, views[0], "the route was forced by X-Meshnet-Nodes")
 
-    def _total_of(self, model: str) -> Callable[[str], Need]:
-        def total(node_id: str) -> Need:
-            room = self.state.rooms.get((node_id, model))
-            return room.total if room is not None else reservations.NOTHING
-
-        return total
+    def _fits_when_empty(self, view: View, job: Job) -> bool:
+        """False when the call asks for more than any route has, even with nobody else there."""
+        small = frozenset(
+            node_id
+            for node_id in view.addresses
+            if (room := self.state.rooms.get((node_id, job.model))) is None or not job.need.within(room.total)
+        )
+        return planning.reachable(view, small)
 
     def _needs(self, job: Job, stages: tuple[Stage, ...]) -> reservations.Needs:
         nodes = [stage.node_id for stage in stages]
@@ -391,7 +413,7 @@ class Placement:
             self.state = reservations.announce(self.state, place, Need(slots, tokens), busy, ours)
         gone = [place for place in self.state.rooms if place[0] == node.node_id and place[1] not in models]
         for place in gone:
-            self.state = _without_room(self.state, place)
+            self.state = reservations.close(self.state, place)
 
     def _needs_of_known(self, call_id: str) -> reservations.Needs | None:
         held = self.state.holds.get(call_id)
@@ -407,16 +429,3 @@ class Placement:
             if at >= limit:
                 return
             del self._ended[call_id]
-
-
-def _without_room(state: reservations.State, place: Place) -> reservations.State:
-    rooms = {key: room for key, room in state.rooms.items() if key != place}
-    return reservations.State(
-        state.limit,
-        state.limit_per_key,
-        reservations.frozen(rooms),
-        state.held,
-        state.holds,
-        state.lines,
-        state.numbers,
-    )

@@ -23,12 +23,10 @@ from meshnet.routing import (
     WeightedCost,
     failover,
     plan,
-    room_exclusions,
     score_route,
 )
 from meshnet.tracker.catalogue import borders, holders
 from meshnet.tracker.members import LinkView, Node, Shard
-from meshnet.tracker.reservations import Need
 
 CostName = Literal["measured", "weighted"]
 UNREACHABLE = Link(ms=60_000.0, bytes_per_s=1.0)
@@ -75,10 +73,6 @@ class RouteRefused(Exception):
         super().__init__(message)
         self.message = message
         self.gap = gap
-
-
-RoomOf = Callable[[str], Need]
-"""What is free on a node for this model."""
 
 
 Adjust = Callable[[str, str, NodeTimes], NodeTimes]
@@ -175,51 +169,36 @@ def _times(node: Node, shards: Sequence[Shard]) -> NodeTimes:
         prefill_ms_per_token_layer=mean(shard.times.prefill_ms_per_token_layer for shard in shards),
         embed_ms=max((shard.times.embed_ms for shard in shards if shard.is_head), default=0.0),
         output_ms=max((shard.times.output_ms for shard in shards if shard.is_tail), default=0.0),
-        free_slots=0,
+        # Room is the caller's to judge: see `choose`.
+        free_slots=1,
         free_kv_tokens=ENOUGH,
         queue_ms=max(shard.queue_ms for shard in shards),
     )
-
-
-def _with_room(view: View, need: Need, room_of: RoomOf) -> dict[str, NodeTimes]:
-    """Times whose free slots say how many calls like this one still fit on the node."""
-    result = {}
-    for node_id, times in view.times.items():
-        room = room_of(node_id)
-        fit = max(0, min(room.slots // max(1, need.slots), room.tokens // max(1, need.tokens)))
-        result[node_id] = replace(times, free_slots=fit)
-    return result
 
 
 def choose(
     view: View,
     routing: ModelRouting,
     request: RoutingRequest,
-    need: Need,
-    room_of: RoomOf,
+    full: Collection[str],
     *,
     excluded: Mapping[str, str] | None = None,
     cached_tokens: Mapping[str, int] | None = None,
     alternatives: int = 0,
-    queue_ms: float = 0.0,
 ) -> Plan:
-    """The best route with room for the call, over all layers of the model unless `request` says otherwise.
+    """The best route over all layers of the model, unless `request` says otherwise.
 
-    Raises NoRouteAvailable; its `busy` says that waiting may help.
+    `full` are the nodes without room for the call. Raises NoRouteAvailable; its `busy` says that a route
+    would exist if they had room.
     """
     if request.layer_range is None:
         request = replace(request, layer_range=view.window)
     ruled_out = {state.node_id: "is draining" for state in view.states if state.node_id not in view.routable}
     ruled_out.update(excluded or {})
-    times = _with_room(view, need, room_of)
-    cost: CostModel
-    full: dict[str, str] = {}
+    cost: CostModel = WeightedCost(routing.weights)
     if routing.cost_model == "measured":
-        cost = MeasuredCost(times, view.links, 4 * view.n_embd, PREFILL_CHUNK)
-    else:
-        cost = WeightedCost(routing.weights)
-        # Weighted cost knows no slots, so that full nodes are ruled out here.
-        full = room_exclusions(times, request, {})
+        cost = MeasuredCost(view.times, view.links, 4 * view.n_embd, PREFILL_CHUNK)
+    without = {**dict.fromkeys(full, "has no free slot or KV room"), **ruled_out}
     try:
         return plan(
             request,
@@ -227,26 +206,14 @@ def choose(
             cost,
             alternatives=alternatives,
             model=view.model,
-            excluded={**full, **ruled_out},
+            excluded=without,
             cached_tokens=cached_tokens,
         )
     except NoRouteAvailable as error:
-        if not full:
-            raise
-        busy = _routable_if_empty(view, cost, request, ruled_out)
+        busy = bool(full) and reachable(view, ruled_out)
         raise NoRouteAvailable(
             error.model, error.window, error.blocked_at, excluded=error.excluded, busy=busy
         ) from error
-
-
-def _routable_if_empty(
-    view: View, cost: CostModel, request: RoutingRequest, ruled_out: Mapping[str, str]
-) -> bool:
-    try:
-        plan(request, view.states, cost, alternatives=0, model=view.model, excluded=ruled_out)
-    except NoRouteAvailable:
-        return False
-    return True
 
 
 def reachable(view: View, without: Collection[str]) -> bool:
@@ -256,15 +223,6 @@ def reachable(view: View, without: Collection[str]) -> bool:
         score_route(RoutingRequest(view.window), states)
     except NoRouteAvailable:
         return False
-    return True
-
-
-def fits_when_empty(view: View, need: Need, totals: Callable[[str], Need]) -> bool:
-    """False when a call asks for more than any route of the mesh has, even with nobody else there."""
-    try:
-        choose(view, ModelRouting("weighted"), RoutingRequest(), need, totals)
-    except NoRouteAvailable as error:
-        return not error.busy
     return True
 
 

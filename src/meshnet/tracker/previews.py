@@ -29,7 +29,6 @@ def preview(shelf: Shelf, tuning: Tuning, placement: Placement, form: PreviewFor
         request = RoutingRequest(form.layer_range, form.prompt_tokens, form.expected_tokens)
     except ValueError as error:
         raise ApiError(400, str(error), param="layer_range") from error
-    need = Need(1, form.prompt_tokens + form.expected_tokens)
     problem: NoRouteAvailable | None = None
     for view in placement.views(model_id):
         if form.layer_range is not None and form.layer_range[1] >= view.layers:
@@ -43,8 +42,7 @@ def preview(shelf: Shelf, tuning: Tuning, placement: Placement, form: PreviewFor
                 view,
                 routing,
                 request,
-                _capped(need, view),
-                placement.room_of(model_id),
+                full_nodes(placement, view, form.prompt_tokens + form.expected_tokens),
                 alternatives=form.alternatives,
             )
         except NoRouteAvailable as error:
@@ -60,8 +58,10 @@ def preview(shelf: Shelf, tuning: Tuning, placement: Placement, form: PreviewFor
     raise ApiError(503, str(problem), type="server_error", code="no_route", retry_after=5)
 
 
-def _capped(need: Need, view: View) -> Need:
-    return Need(need.slots, min(need.tokens, view.n_ctx))
+def full_nodes(placement: Placement, view: View, tokens: int) -> frozenset[str]:
+    """The nodes that have no room now for one session of so many tokens."""
+    need, room_of = Need(1, min(tokens, view.n_ctx)), placement.room_of(view.model)
+    return frozenset(node_id for node_id in view.addresses if not need.within(room_of(node_id)))
 
 
 def find_model(shelf: Shelf, name: str | None) -> str:
@@ -110,11 +110,7 @@ def _chosen(orchestrator: Orchestrator, model_id: str, names: list[str]) -> Chos
                     continue
                 return Chosen(planning.forced(nodes, model_id, view.layers), view, "")
             found = planning.choose(
-                view,
-                orchestrator.routing_of(model_id),
-                RoutingRequest(),
-                Need(1, 1),
-                placement.room_of(model_id),
+                view, orchestrator.routing_of(model_id), RoutingRequest(), full_nodes(placement, view, 1)
             )
             return Chosen(found.route.stages, view, found.explanation.why)
         except NoRouteAvailable as error:

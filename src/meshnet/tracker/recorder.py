@@ -31,7 +31,7 @@ class _Trace:
     progress_seq: int | None = None
     progress_at: float = 0.0
     logged_at: float = -LINE_INTERVAL_S
-    due: tuple[str, dict[str, Any]] | None = None
+    due: tuple[str, str] | None = None
     timer: asyncio.TimerHandle | None = None
 
 
@@ -101,7 +101,7 @@ class Recorder:
         }
         if trace.progress_seq is None or not self.console.update(trace.progress_seq, line, **fields):
             trace.progress_seq = self.console.add("proxy progress", line, call_id=call.call_id, **fields)
-        self._log(call, trace, "proxy progress", line=line, **fields)
+        self._log(call, trace, "proxy progress", line)
 
     def gap(self, call: LiveCall, seconds: float) -> None:
         self.metrics.gap.labels(call.model).observe(seconds)
@@ -177,16 +177,16 @@ class Recorder:
         self.changed(call)
         trace = self._traces.get(call.call_id)
         if trace is not None:
-            self._log(call, trace, event, line=line, **fields)
+            self._log(call, trace, event, line)
 
-    def _log(self, call: LiveCall, trace: _Trace, event: str, **fields: Any) -> None:
+    def _log(self, call: LiveCall, trace: _Trace, event: str, line: str) -> None:
         """At most one line a second per call: what comes earlier waits, and the last of it is said."""
         now = time.monotonic()
         if trace.timer is None and now - trace.logged_at >= LINE_INTERVAL_S:
             trace.logged_at = now
-            log.info(event, call_id=call.call_id, request_id=call.request_id, **fields)
+            log.info(event, call_id=call.call_id, request_id=call.request_id, line=line)
             return
-        trace.due = (event, fields)
+        trace.due = (event, line)
         if trace.timer is None:
             wait = trace.logged_at + LINE_INTERVAL_S - now
             trace.timer = asyncio.get_running_loop().call_later(max(0.0, wait), self._log_due, call, trace)
@@ -194,9 +194,9 @@ class Recorder:
     def _log_due(self, call: LiveCall, trace: _Trace) -> None:
         trace.timer = None
         if trace.due is not None:
-            (event, fields), trace.due = trace.due, None
+            (event, line), trace.due = trace.due, None
             trace.logged_at = time.monotonic()
-            log.info(event, call_id=call.call_id, request_id=call.request_id, **fields)
+            log.info(event, call_id=call.call_id, request_id=call.request_id, line=line)
 
     def _count(self, call: LiveCall, end: End) -> None:
         metrics = self.metrics

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 Place = tuple[str, str]
 """(node id, model id): slots belong to a loaded model on a node."""
@@ -28,8 +30,7 @@ def frozen(values: Mapping[Any, Any]) -> Mapping[Any, Any]:
 EMPTY: Mapping[Any, Any] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
+class Need(msgspec.Struct, frozen=True):
     """Sessions and positions of KV room, on one place."""
 
     slots: int
@@ -49,16 +50,14 @@ NOTHING = Need(0, 0)
 Needs = Mapping[Place, Need]
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
+class Room(msgspec.Struct, frozen=True):
     """What a place has in all, and what of it others than our calls hold."""
 
     total: Need
     foreign: Need = NOTHING
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(msgspec.Struct, frozen=True):
     """A call in the queue. `cost` is its expected work in tokens; `start` its virtual start.
 
     `urgent` calls, which run already and lost their route, come before all others and count for no turn.
@@ -77,32 +76,29 @@ class Waiting:
         return not self.urgent, self.start, self.number
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(msgspec.Struct, frozen=True):
     """The queue of one model: `now` is its virtual time, `finish` the last virtual finish by key."""
 
     waiting: tuple[Waiting, ...] = ()
     """In the order of their turns."""
     now: float = 0.0
-    finish: Mapping[str, float] = field(default_factory=lambda: EMPTY)
+    finish: Mapping[str, float] = EMPTY
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(msgspec.Struct, frozen=True):
     """`limit` and `limit_per_key` bound the queues of all models together."""
 
     limit: int = 512
     limit_per_key: int = 256
-    rooms: Mapping[Place, Room] = field(default_factory=lambda: EMPTY)
-    held: Mapping[Place, Need] = field(default_factory=lambda: EMPTY)
+    rooms: Mapping[Place, Room] = EMPTY
+    held: Mapping[Place, Need] = EMPTY
     """Sums of the holds by place."""
-    holds: Mapping[str, Needs] = field(default_factory=lambda: EMPTY)
-    lines: Mapping[str, Line] = field(default_factory=lambda: EMPTY)
+    holds: Mapping[str, Needs] = EMPTY
+    lines: Mapping[str, Line] = EMPTY
     numbers: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class QueueFull:
+class QueueFull(msgspec.Struct, frozen=True):
     """Why a call cannot even wait."""
 
     waiting: int
@@ -110,8 +106,7 @@ class QueueFull:
     """"all" or "key"."""
 
 
-@dataclass(frozen=True, slots=True)
-class NoRoom:
+class NoRoom(msgspec.Struct, frozen=True):
     """The first place, in order, without room for what was asked."""
 
     place: Place
@@ -153,6 +148,11 @@ def withdraw(state: State, node_id: str) -> State:
     if not any(place[0] == node_id for place in state.rooms):
         return state
     return replace(state, rooms=frozen({p: r for p, r in state.rooms.items() if p[0] != node_id}))
+
+
+def close(state: State, place: Place) -> State:
+    """A model is no longer served at a place."""
+    return replace(state, rooms=frozen({p: r for p, r in state.rooms.items() if p != place}))
 
 
 def hold(state: State, call_id: str, needs: Needs) -> tuple[State, NoRoom | None]:
