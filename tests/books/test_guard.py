@@ -8,8 +8,7 @@ import pytest
 from books.kit import START, Kit, usage
 from books.test_statistics import MODEL, sample
 
-from meshnet.tracker.books import BooksError, Reservation
-from meshnet.tracker.books.evidence import Evidence, EvidenceStore
+from meshnet.tracker.books import BooksError, Reservation, Usage, Work
 from meshnet.tracker.books.guard import (
     Admit,
     Case,
@@ -258,30 +257,41 @@ async def test_a_case_that_is_not_known(kit: Kit) -> None:
         await kit.books.advance("nothing", Tick())
 
 
-# ---------------------------------------------------------------- evidence
+async def test_a_held_call_whose_case_was_never_opened_is_released_too(kit: Kit) -> None:
+    await kit.reserve("c1")
+    await kit.books.hold("c1", usage(100, 2))
+    await suspect_call(kit, "c2")
+    kit.clock.forward(s=3_599)
+    await kit.books.tidy(kit.clock())
+    assert (await kit.books.accounts.get("small")).held == 400
+    kit.clock.forward(s=1)
+    await kit.books.tidy(kit.clock())
+    assert (await kit.books.accounts.get("small")).held == 0
+    assert await kit.rows("SELECT id, status FROM calls ORDER BY id") == [
+        ("c1", "released"),
+        ("c2", "released"),
+    ]
 
 
-def evidence(call_id: str, size: int = 10, at: int = START) -> Evidence:
-    return Evidence(call_id, MODEL, ("a", "b"), "cpu", tuple(range(size)), (1, 2), 7, {}, at)
+async def test_an_open_call_that_this_tracker_does_not_know_is_released(kit: Kit) -> None:
+    """Whatever lost it (an end that the books refused, say), its reservation does not stay for ever."""
+    await kit.reserve("lost")
+    await kit.reserve("live")
+    del kit.books._live["lost"]
+    await kit.books.tidy(kit.clock())
+    assert (await kit.books.accounts.get("small")).held == 400
+    kit.clock.forward(s=60)
+    await kit.books.tidy(kit.clock())
+    assert await kit.rows("SELECT id, status FROM calls ORDER BY id") == [
+        ("live", "open"),
+        ("lost", "released"),
+    ]
+    assert (await kit.books.settle("live", usage(100, 10))).charge == 120
 
 
-def test_evidence_is_bounded_and_goes_after_an_hour() -> None:
-    store = EvidenceStore(keep_ms=3_600_000, max_calls=3, max_tokens=100)
-    assert store.put(evidence("a")) == []
-    assert store.put(evidence("a", 20)) == []
-    assert store.put(evidence("b", at=START + 5)) == []
-    assert store.put(evidence("c", at=START + 5)) == []
-    assert store.put(evidence("d", at=START + 5)) == ["a"]
-    assert store.put(evidence("big", 90, at=START + 9)) == ["b", "c", "d"]
-    assert store.put(evidence("huge", 200)) == ["big", "huge"]
-    assert len(store) == 0
-    store.put(evidence("e"))
-    assert store.expire(START + 3_599_999) == []
-    assert store.get("e") is not None
-    assert store.expire(START + 3_600_000) == ["e"]
-    assert store.get("e") is None
-
-
-def test_evidence_does_not_print_what_was_said() -> None:
-    assert "prompt" not in repr(evidence("a"))
-    assert "output" not in repr(evidence("a"))
+async def test_a_usage_that_cannot_be_is_refused_and_the_call_stays_open(kit: Kit) -> None:
+    await kit.reserve("c1")
+    for wrong in (Usage(-1, 5), Usage(1, 5, (Work("a", -1, 1, 1),)), Usage(10**9, 5)):
+        with pytest.raises(ValueError, match="usage"):
+            await kit.books.settle("c1", wrong)
+    assert (await kit.books.settle("c1", usage(100, 10))).charge == 120

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 import structlog
-from sqlalchemy import Connection, select
+from sqlalchemy import ColumnElement, Connection, and_, exists, or_, select
 
 from meshnet.tracker.books import schema
 from meshnet.tracker.books.accounts import Accounts, insert_account
@@ -65,6 +65,8 @@ MESH_SHARE: Final = "mesh_share"
 """The setting with the mesh's share of each charge, in basis points (1/100 of a percent); 0 by default."""
 MAX_LIVE: Final = 100_000
 MAX_PARKED: Final = 10_000
+FORGOTTEN_MS: Final = 60_000
+PAGE: Final = 1_000
 SAVE_MS: Final = 30_000
 EVENTS_MS: Final = 24 * 3_600_000
 """How far back a tracker that starts reads the guard's events; older marks have faded."""
@@ -300,6 +302,7 @@ class Books:
         (`repeated`). Raises BooksError for an unknown call, and BooksUnavailable when the database cannot be
         reached: the settlement is then kept in memory and written when it can be.
         """
+        _plausible(usage)
         live = self._live.pop(call_id, None)
         if live is None:
             return await self._finish(Settle(call_id, usage, outcome))
@@ -320,6 +323,7 @@ class Books:
 
     async def hold(self, call_id: str, usage: Usage, outcome: Outcome = "complete") -> Settlement:
         """Puts a suspect call aside: what it reserved stays reserved until `confirm` or `release`."""
+        _plausible(usage)
         live = self._live.pop(call_id, None)
         if live is None:
             return await self._finish(Hold(call_id, usage, outcome))
@@ -404,6 +408,32 @@ class Books:
                     self._last_event = event.id
                     self.trust.apply(event)
 
+    async def tidy(self, now: int) -> None:
+        """Gives back reservations that nobody will end any more. Housekeeping does this by itself.
+
+        Cases and held calls whose time is over, and open calls of this tracker that it does not know
+        (whatever lost them): no reservation outlives `check_ms` after its call.
+        """
+        for effects in (await self.cases.expire(now)).values():
+            self._apply(effects)
+        await self._read_events()
+        check_ms = (await self.cases.rules()).check_ms
+        calls, mine = schema.calls.c, self.trackers.id
+        late = and_(calls.status == "held", calls.accepted_at <= now - check_ms)
+        unknown = and_(calls.status == "open", calls.tracker == mine, calls.accepted_at <= now - FORGOTTEN_MS)
+        rows = await self.storage.read(
+            lambda connection: connection.execute(
+                select(calls.id, calls.status)
+                .where(or_(late, unknown), _without_open_case(calls.id))
+                .limit(PAGE)
+            ).all()
+        )
+        parked = {command.call_id for command in self._parked if not isinstance(command, Reserve)}
+        for call_id, status in rows:
+            if call_id not in parked and call_id not in self._live:
+                log.warning("a reservation that nobody ended was given back", call_id=call_id, status=status)
+                await self._writer.submit(Release(call_id, "nobody ended it"))
+
     def publish(self, info: dict[str, Any]) -> None:
         """Sets what this tracker's next beat tells its peers (JSON, at most 1 MiB)."""
         self._info = info
@@ -465,8 +495,7 @@ class Books:
                 if not 0 <= now - saved < SAVE_MS:
                     saved = now
                     await self.keys.save_last_used()
-                    for effects in (await self.cases.expire(now)).values():
-                        self._apply(effects)
+                    await self.tidy(now)
                 healthy = True
             except Exception as error:
                 if healthy:
@@ -484,6 +513,21 @@ class Books:
                 return
             except Exception as error:
                 log.error("books command lost", command=type(command).__name__, error=str(error))
+
+
+def _plausible(usage: Usage) -> None:
+    """Raises ValueError for a usage that would not fit the database or the arithmetic."""
+    counts = [usage.prompt_tokens, usage.output_tokens]
+    for item in usage.work:
+        counts += (item.layers, item.prefill_tokens, item.decode_tokens)
+    if min(counts) < 0 or max(counts) > MAX_TOKENS:
+        raise ValueError(f"usage {usage} has a count outside 0..{MAX_TOKENS}")
+
+
+def _without_open_case(call_id: ColumnElement[str]) -> ColumnElement[bool]:
+    """True for a call without an open case: one with a case is ended by that."""
+    suspects = schema.suspects.c
+    return ~exists().where(suspects.call_id == call_id, suspects.closed_at.is_(None))
 
 
 def _not_allowed(key: KeyInfo, model: str, now: int) -> Refusal | None:
