@@ -26,6 +26,7 @@ COMMANDS: dict[str, Command] = {
     "tracker": Command("tracker", "tracker", "Run the tracker: endpoint, dashboard, planning, ledger."),
     "node": Command("node", "node", "Run a node: hold layers of a model and compute them."),
     "model": Command("model", "model", "Bring, list, slice and check models."),
+    "drain": Command("mesh", "drain", "Let a node finish its calls and take no new ones."),
     "route": Command("route", "route", "Show which route a call would take, and why."),
     "account": Command("books", "account", "Accounts and their balances."),
     "key": Command("books", "key", "API keys: make, list, limit, revoke."),
@@ -36,6 +37,8 @@ COMMANDS: dict[str, Command] = {
     "service": Command("service", "service", "Keep a tracker or a node running (systemd, launchd)."),
     "config": Command("config", "config", "Show the config file and where each value comes from."),
 }
+ALIASES: dict[tuple[str, str], str] = {("node", "drain"): "drain"}
+"""Two words that stand for one subcommand, where people would look for it."""
 CONFIGURABLE = ("demo", "tracker", "node")
 """Subcommands whose options the config file may set."""
 ENV_PREFIX = "MESHNET"
@@ -92,6 +95,8 @@ def _defaults(wanted: str | None) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if alias := ALIASES.get((given[0], given[1]) if len(given) > 1 else ("", "")):
+        given[:2] = [alias]
     wanted = next((argument for argument in given if not argument.startswith("-")), None)
     try:
         defaults = _defaults(wanted)

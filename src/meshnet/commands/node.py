@@ -37,6 +37,12 @@ def node(
     port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0 takes a free one.")] = 7000,
     grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="gRPC port; 0 takes a free one.")] = 7001,
     advertise: Annotated[str, typer.Option(help="Host that others are told to dial.")] = "",
+    advertise_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="HTTP port that others are told to dial; 0: --port.")
+    ] = 0,
+    advertise_grpc_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="gRPC port that others are told to dial; 0: --grpc-port.")
+    ] = 0,
     entry: Annotated[str, typer.Option(help="Further layers at which sessions may start: 10,20.")] = "",
     data: Annotated[Path | None, typer.Option(help="Folder for the node's id and credential.")] = None,
     link_dtype: Annotated[str, typer.Option(help="Hidden states to other nodes: f32 or f16.")] = "f32",
@@ -79,6 +85,8 @@ def node(
         port=port,
         grpc_port=grpc_port,
         advertise=advertise,
+        advertise_port=advertise_port,
+        advertise_grpc_port=advertise_grpc_port,
         entry=_numbers("entry", entry),
         data=data,
         retry=not no_retry,

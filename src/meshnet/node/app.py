@@ -70,6 +70,9 @@ class NodeOptions:
     port: int = 7000
     grpc_port: int = 7001
     advertise: str = ""
+    advertise_port: int = 0
+    advertise_grpc_port: int = 0
+    """Ports that others are told to dial, where they differ from those listened on; 0: the same."""
     entry: tuple[int, ...] = ()
     data: Path | None = None
     retry: bool = True
@@ -270,11 +273,11 @@ class Node:
 
     @property
     def http_url(self) -> str:
-        return f"http://{bracketed(self.address)}:{self.http_port}"
+        return f"http://{bracketed(self.address)}:{self.options.advertise_port or self.http_port}"
 
     @property
     def grpc_address(self) -> str:
-        return f"{bracketed(self.address)}:{self._grpc.port}"
+        return f"{bracketed(self.address)}:{self.options.advertise_grpc_port or self._grpc.port}"
 
     def describe(self) -> dict[str, Any]:
         """The ready line of `--json`."""
