@@ -7,7 +7,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,9 +30,9 @@ from meshnet.engine.library import load_library
 from meshnet.engine.memory import check_memory, memory_need
 from meshnet.engine.numerics import EXACT_ROWS, numerics_class
 from meshnet.engine.replay import proven_rows
-from meshnet.engine.sampling import SlotSampler, draw
+from meshnet.engine.sampling import Logits, SlotSampler, draw
 from meshnet.engine.segment import Rows, Segment, SegmentOptions
-from meshnet.engine.selftest import measure
+from meshnet.engine.selftest import exact_in_chunks, measure
 from meshnet.models.architecture import architecture, refusal
 from meshnet.models.errors import ModelError
 from meshnet.models.gguf import ModelFile
@@ -40,6 +40,7 @@ from meshnet.models.slice import plan_slice, write_slice
 
 MAX_SLOTS = 256
 KEPT_CHECKPOINTS = 3
+WORK_PER_THREAD = 16 << 20
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and how much of it is done, 0..1."""
@@ -73,12 +74,14 @@ class LlamaEngine:
         options: SegmentOptions,
         cores: tuple[int, ...] | None,
         cleanup: ExitStack,
+        proven: bool,
     ) -> None:
         self._info = info
         self._segments = segments
         self._options = options
         self._cores = cores
         self._cleanup = cleanup
+        self._proven = proven
         self._pinned: int | None = None
         self._slots: dict[int, _Slot] = {}
         self._api = load_library().api
@@ -115,9 +118,10 @@ class LlamaEngine:
 
         `cuts` are further entry layers inside the shard. `n_ctx` is per slot. `cores` are the CPUs that
         compute threads are bound to; `threads` defaults to their number, or to that of the CPUs this process
-        may use. `memory_limit` in bytes; without it, what the machine has available. `repack` copies the
-        weights into a layout that some CPUs multiply faster; with K-quants, results then hang on how many
-        rows a call has, so it is off unless asked for. Raises EngineError.
+        may use, and to fewer for small shards. `memory_limit` is in bytes; without it, what the machine has
+        available counts. `repack` copies the weights into a layout that some CPUs multiply faster; with
+        K-quants, results then hang on how many rows a call has, so it is off unless asked for. Raises
+        EngineError.
         """
         library = load_library()
         try:
@@ -140,7 +144,7 @@ class LlamaEngine:
             n_slots=n_slots,
             n_ctx=n_ctx,
             max_rows=max_rows,
-            threads=threads or default_threads(cores),
+            threads=threads or default_threads(cores, need.weights),
             layer_output=known.layer_output if known else "l_out",
             positions_per_row=known.positions_per_row if known else 1,
             recurrent=known.recurrent if known else False,
@@ -178,6 +182,7 @@ class LlamaEngine:
             repack=repack,
             threads=None if all(s.thread_independent for s in segments) else options.threads,
         )
+        proven = proven_rows(model.arch, model.quantisation, numerics)
         info = EngineInfo(
             model=model.name,
             fingerprint=model.fingerprint,
@@ -193,11 +198,11 @@ class LlamaEngine:
             entry_layers=tuple(a for a, _ in borders),
             recurrent=options.recurrent,
             numerics_class=numerics,
-            replay_rows=proven_rows(model.arch, model.quantisation, numerics),
+            replay_rows=proven or 1,
             hardware=hardware_name(chosen),
             memory_bytes=sum(sum(segment.buffers.values()) for segment in segments),
         )
-        return cls(info, segments, options, tuple(cores) if cores else None, cleanup)
+        return cls(info, segments, options, tuple(cores) if cores else None, cleanup, proven is not None)
 
     @property
     def info(self) -> EngineInfo:
@@ -284,6 +289,14 @@ class LlamaEngine:
             origin.entry, origin.exit, origin.position, sampler, origin.rows_before, list(origin.checkpoints)
         )
 
+    def logits(self, row: int) -> Logits:
+        """The raw logits (n_vocab,) of a row of the last call, for checks; the next call overwrites them.
+
+        Rows count over the steps of the last run's last group, and only sampled rows have logits.
+        """
+        self._alive()
+        return self._segments[-1].logits(row)
+
     def resample(self, slot: int, sampling: SamplingParams) -> None:
         state = self._slot(slot)
         if state.sampler is None:
@@ -312,6 +325,8 @@ class LlamaEngine:
         def sample(row: int) -> None:
             draw(tail.logits(row), plain, 0)
 
+        if not self._proven and exact_in_chunks(self._segments, self._info, tail.logits):
+            self._info = replace(self._info, replay_rows=EXACT_ROWS)
         return measure(self._segments, self._info, sample)
 
     def unload(self) -> None:
@@ -569,13 +584,16 @@ def _check_rows(step: Step, entry: int, info: EngineInfo) -> None:
             raise EngineError(f"slot {step.slot}: the hidden states hold NaN or infinity")
 
 
-def default_threads(cores: Sequence[int] | None) -> int:
-    """As many threads as CPUs that compute may run on."""
+def default_threads(cores: Sequence[int] | None, weights: int) -> int:
+    """As many threads as CPUs that compute may run on, but no more than have something to do: threads meet
+    after every tensor, which costs more than it brings where a thread has less than WORK_PER_THREAD bytes."""
     if cores:
-        return len(cores)
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        usable = len(cores)
+    elif hasattr(os, "sched_getaffinity"):
+        usable = len(os.sched_getaffinity(0))
+    else:
+        usable = os.cpu_count() or 1
+    return max(1, min(usable, weights // WORK_PER_THREAD))
 
 
 def _pin(cores: Sequence[int] | None) -> None:

@@ -1,25 +1,23 @@
 """Where replaying generated tokens in chunks is proven to give the same bits as generating them.
 
 Proven by `meshnet model check FILE --replay`, per (architecture, quantisation, numerics class), and kept in
-the cache folder. Where nothing is proven, generated tokens are replayed one at a time.
+the cache folder. Where that never ran, a shard tries a few rows on its own weights in its self-test. Where
+nothing is proven, generated tokens are replayed one at a time.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from meshnet.engine.numerics import EXACT_ROWS
+from meshnet.models.files import write_atomically
+from meshnet.models.store import default_root
 
 
 def proofs_file() -> Path:
-    """`$MESHNET_CACHE`, or the user's cache folder, / replay.json."""
-    base = os.environ.get("MESHNET_CACHE")
-    if base:
-        return Path(base) / "replay.json"
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "meshnet" / "replay.json"
+    """In the folder that the store of models uses."""
+    return default_root() / "replay.json"
 
 
 def _key(arch: str, quantisation: str, numerics: str) -> str:
@@ -36,10 +34,10 @@ def _read(path: Path) -> dict[str, int]:
     return {k: v for k, v in found.items() if isinstance(v, int) and not isinstance(v, bool)}
 
 
-def proven_rows(arch: str, quantisation: str, numerics: str) -> int:
-    """Rows per replay chunk that are proven exact: 63, or 1 where nothing is known."""
-    rows = _read(proofs_file()).get(_key(arch, quantisation, numerics), 1)
-    return rows if 1 <= rows <= EXACT_ROWS else 1
+def proven_rows(arch: str, quantisation: str, numerics: str) -> int | None:
+    """Rows per replay chunk as `meshnet model check --replay` found them, 0 to 63; None: it did not run."""
+    rows = _read(proofs_file()).get(_key(arch, quantisation, numerics))
+    return rows if rows is not None and 0 <= rows <= EXACT_ROWS else None
 
 
 def record_proof(arch: str, quantisation: str, numerics: str, rows: int) -> Path:
@@ -48,7 +46,5 @@ def record_proof(arch: str, quantisation: str, numerics: str, rows: int) -> Path
     path.parent.mkdir(parents=True, exist_ok=True)
     proofs = _read(path)
     proofs[_key(arch, quantisation, numerics)] = rows
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    fresh.write_text(json.dumps(proofs, indent=1, sort_keys=True))
-    fresh.replace(path)
+    write_atomically(path, json.dumps(proofs, indent=1, sort_keys=True).encode())
     return path

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from meshnet.engine.base import EngineError, EngineInfo, Hidden, SelfTest
 from meshnet.engine.segment import Rows, Segment
@@ -17,8 +18,11 @@ DEPTH = 32
 ROUNDS = 9
 PREFILL_ROUNDS = 3
 BATCHES = (2, 4, 8, 16, 32)
+PROOF_ROWS, LEAST_PROOF_ROWS = 40, 8
+PROOF_LIMIT_S = 3.0
+"""For the least rows of a proof."""
 BUDGET_S = 0.6
-"""For the decode figures and for the batches; a slow machine makes fewer rounds."""
+"""For the decode figures, for the batches and for the proof; a slow machine makes fewer rounds."""
 
 
 def measure(segments: Sequence[Segment], info: EngineInfo, sample: Callable[[int], None]) -> SelfTest:
@@ -36,6 +40,22 @@ def measure(segments: Sequence[Segment], info: EngineInfo, sample: Callable[[int
                 segment.clear(slot)
 
 
+def exact_in_chunks(
+    segments: Sequence[Segment], info: EngineInfo, logits: Callable[[int], npt.NDArray[np.float32]]
+) -> bool | None:
+    """Whether rows computed together are, to the bit, the rows computed one at a time, on these weights.
+
+    Compares up to 40 rows; None where the time is too short for 8. Slots must be free, and are so afterwards.
+    """
+    bench = _Bench(segments, info, lambda row: None)
+    try:
+        return bench.exact(logits)
+    finally:
+        for segment in segments:
+            for slot in range(info.n_slots):
+                segment.clear(slot)
+
+
 class _Bench:
     def __init__(self, segments: Sequence[Segment], info: EngineInfo, sample: Callable[[int], None]) -> None:
         self.segments, self.info, self._sample = segments, info, sample
@@ -43,6 +63,7 @@ class _Bench:
         self._tokens = np.arange(rows, dtype=np.int32) % info.n_vocab
         noise = np.random.default_rng(7).standard_normal((rows, info.n_embd))
         self._hidden = noise.astype(np.float32)
+        self._result: Hidden | None = None
         self._reset_positions()
 
     def run(self) -> SelfTest:
@@ -78,6 +99,29 @@ class _Bench:
             batch_ms=self._batches(statistics.median(whole or deep)),
         )
 
+    def exact(self, logits: Callable[[int], npt.NDArray[np.float32]]) -> bool | None:
+        before = min(DEPTH, self.info.n_ctx // 4)
+        most = min(PROOF_ROWS, self.info.max_rows, self.info.n_ctx - before, len(self._tokens))
+        until = None if self.info.is_tail else self.info.last
+        alone: list[npt.NDArray[np.float32]] = []
+        self._step(1, before, self.info.last)
+        started = time.perf_counter()
+        while len(alone) < most:
+            limit = BUDGET_S if len(alone) >= LEAST_PROOF_ROWS else PROOF_LIMIT_S
+            if time.perf_counter() - started > limit:
+                break
+            row = len(alone)
+            self._step(1, 1, until, offset=row)
+            found = logits(0) if self._result is None else self._result[0]
+            alone.append(found.copy())
+        if len(alone) < LEAST_PROOF_ROWS:
+            return None
+        self._reset()
+        self._step(1, before, self.info.last)
+        self._step(1, len(alone), until, wanted=len(alone))
+        together = [logits(row) if self._result is None else self._result[row] for row in range(len(alone))]
+        return all(np.array_equal(a, b) for a, b in zip(alone, together, strict=True))
+
     def _batches(self, alone: float) -> dict[int, float]:
         found = {1: alone}
         started = time.perf_counter()
@@ -100,20 +144,20 @@ class _Bench:
         # A step that stops early leaves the later segments where they are: each counts for itself.
         self._position = [[0] * self.info.n_slots for _ in self.segments]
 
-    def _step(self, slots: int, rows: int, until: int | None) -> float:
-        """Milliseconds for `rows` rows on each of the first `slots` slots."""
+    def _step(self, slots: int, rows: int, until: int | None, *, offset: int = 0, wanted: int = 1) -> float:
+        """Milliseconds for `rows` rows on each of the first `slots` slots, inputs from `offset` on."""
         if self._position[0][0] + rows > self.info.n_ctx:
             self._reset()
         total = slots * rows
         data: Hidden | None = None
         started = time.perf_counter()
         for segment, position in zip(self.segments, self._position, strict=True):
-            parts = [Rows(slot, position[slot], rows, int(until is None)) for slot in range(slots)]
+            parts = [Rows(slot, position[slot], rows, wanted * int(until is None)) for slot in range(slots)]
             for slot in range(slots):
                 position[slot] += rows
-            tokens = self._tokens[:total] if segment.is_head else None
+            tokens = self._tokens[offset : offset + total] if segment.is_head else None
             if tokens is None and data is None:
-                data = self._hidden[:total]
+                data = self._hidden[offset : offset + total]
             stop = None if until is None and segment.is_tail else min(until or segment.last, segment.last)
             data = segment.decode(parts, tokens, data, stop)
             if until is not None and until <= segment.last:
@@ -123,4 +167,5 @@ class _Bench:
                 raise EngineError("the shard gave no logits in its self-test")
             for row in range(total):
                 self._sample(row)
+        self._result = data
         return (time.perf_counter() - started) * 1e3
