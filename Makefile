@@ -41,6 +41,9 @@ types: setup
 bench: setup
 	$(BIN)/python benchmarks/run.py
 
+screenshots: setup
+	$(BIN)/python benchmarks/screenshots.py
+
 lock:
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip compile pyproject.toml --extra dev --extra postgres --universal --python-version 3.11 \

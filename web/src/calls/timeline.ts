@@ -3,7 +3,7 @@
 export function describe(detail: Record<string, unknown> | undefined): string {
   if (detail === undefined || detail === null) return '';
   return Object.entries(detail)
-    .filter(([, value]) => value !== null && value !== undefined && value !== '')
+    .filter(([, value]) => value !== null && value !== undefined && value !== '' && !(Array.isArray(value) && value.length === 0))
     .map(([name, value]) => `${name.replaceAll('_', ' ')} ${valueText(value)}`)
     .join(', ');
 }

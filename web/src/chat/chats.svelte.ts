@@ -66,6 +66,8 @@ export class Chats {
   }
 
   async send(text: string): Promise<void> {
+    // What is stored comes first: it would replace a conversation that began before it.
+    await this.load();
     if (this.running !== null || text.trim() === '') return;
     let conversation = this.current;
     if (conversation === null) {

@@ -43,7 +43,8 @@ export interface Bar {
   width: number;
   /** Share of the shard that is there: below 1 while it loads. */
   progress: number;
-  loading: boolean;
+  /** What keeps it from being used, '' when nothing does. */
+  waits: string;
 }
 
 export function barsOf(frame: Frame, node: MeshNode, model: string, row: number): Bar[] {
@@ -51,15 +52,15 @@ export function barsOf(frame: Frame, node: MeshNode, model: string, row: number)
     .filter((shard) => shard.model === model)
     .map((shard) => {
       const x = xOf(frame, shard.start_layer);
-      const loading = shard.state !== undefined && shard.state !== 'ready';
+      const waits = shard.state === undefined || shard.state === 'ready' || shard.state === 'draining' ? '' : shard.state;
       return {
         key: `${shard.start_layer}-${shard.end_layer}`,
         shard,
         x: x + 1,
         y: barTop(frame, row),
         width: Math.max(xOf(frame, shard.end_layer + 1) - x - 2, 2),
-        progress: loading ? Math.min(Math.max(shard.progress ?? 0, 0), 1) : 1,
-        loading,
+        progress: waits === '' ? 1 : Math.min(Math.max(shard.progress ?? 0, 0), 1),
+        waits,
       };
     });
 }
