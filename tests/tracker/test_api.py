@@ -156,6 +156,20 @@ async def test_a_preview_explains_what_a_call_would_take(tracker: Running) -> No
             assert answer.status == status, bad
 
 
+async def test_a_placement_is_previewed_from_what_the_mesh_measured(tracker: Running) -> None:
+    await tracker.node(name="fast", layers=(0, 14), decode_ms=1.0)
+    await tracker.node(name="slow", layers=(15, 29), decode_ms=2.0)
+    url = f"{tracker.base}/api/place/preview"
+    async with tracker.http.post(url, json={"objective": "latency"}, headers=tracker.admin()) as answer:
+        assert answer.status == 200, await answer.text()
+        found = await answer.json()
+    covered = [layer for s in found["stages"] for layer in range(s["start_layer"], s["end_layer"] + 1)]
+    assert covered == list(range(30))
+    assert found["why"]
+    async with tracker.http.post(url, json={"nodes": ["nobody"]}, headers=tracker.admin()) as answer:
+        assert answer.status == 404
+
+
 async def test_tickets_for_direct_use_of_a_node(tracker: Running) -> None:
     node = await tracker.node(name="whole")
     async with tracker.http.post(

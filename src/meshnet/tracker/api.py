@@ -28,6 +28,7 @@ from meshnet.tracker.live import LiveCall
 from meshnet.tracker.members import Node
 from meshnet.tracker.metrics import CONTENT_TYPE, Metrics
 from meshnet.tracker.orchestrator import Orchestrator
+from meshnet.tracker.placing import preview_placement
 from meshnet.tracker.previews import preview, signed_ticket
 from meshnet.tracker.recorder import Recorder
 from meshnet.tracker.roster import Roster
@@ -99,6 +100,7 @@ class Api:
             ("GET", "/api/events", self.events),
             ("GET", "/api/console", self.console),
             ("POST", "/api/route/preview", self.route_preview),
+            ("POST", "/api/place/preview", self.place_preview),
             ("GET", "/api/settings/routing", self.get_routing),
             ("PUT", "/api/settings/routing", self.put_routing),
             ("GET", "/api/statistics", self.statistics),
@@ -356,6 +358,11 @@ class Api:
         require_admin(_key(request))
         form = await read_form(request, forms.PreviewForm)
         return answer(preview(self.t.shelf, self.t.tuning, self.t.orchestrator.placement, form))
+
+    async def place_preview(self, request: Request) -> Response:
+        require_admin(_key(request))
+        form = await read_form(request, forms.PlaceForm)
+        return answer(preview_placement(self.t.shelf, self.t.roster, form))
 
     async def get_routing(self, request: Request) -> Response:
         require_admin(_key(request))

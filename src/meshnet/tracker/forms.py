@@ -81,6 +81,15 @@ class TicketForm(Form):
     nodes: Annotated[list[Name], Meta(max_length=64)] = []
 
 
+class PlaceForm(Form):
+    """`nodes` empty: all that take calls. `holders`: how many nodes should hold each layer."""
+
+    model: Name | None = None
+    nodes: Annotated[list[Name], Meta(max_length=10_000)] = []
+    objective: Literal["throughput", "latency"] = "throughput"
+    holders: Annotated[int, Meta(ge=1, le=64)] = 1
+
+
 class InviteForm(Form):
     expires_s: Annotated[int, Meta(ge=1, le=MAX_INVITE_S)] = 86_400
     uses: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None

@@ -35,6 +35,7 @@ FORMS = (
     forms.RoutingSettingsForm,
     forms.PreviewForm,
     forms.TicketForm,
+    forms.PlaceForm,
     forms.InviteForm,
 )
 
@@ -94,6 +95,14 @@ OPERATIONS = (
         "What a call would take now, and why",
         "Plan",
         "PreviewForm",
+        body_needed=False,
+    ),
+    Operation(
+        "post",
+        "/api/place/preview",
+        "Which node should hold which layers",
+        "Placement",
+        "PlaceForm",
         body_needed=False,
     ),
     Operation("get", "/api/settings/routing", "Cost model and weights", "RoutingSettings"),
