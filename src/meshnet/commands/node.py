@@ -17,6 +17,8 @@ from meshnet.node.app import NodeOptions, StartError, make_node
 from meshnet.node.loader import DEFAULT_SLOTS, EngineOptions
 from meshnet.node.logs import set_up_logs
 
+SWITCH_S = 0.0005
+
 
 def node(
     tracker: Annotated[str, typer.Option(help="The tracker's address, http://HOST:PORT.")],
@@ -95,6 +97,8 @@ def node(
     # With --json stdout belongs to the one line.
     set_up_logs("json" if log == "json" else "console", sys.stderr if as_json else sys.stdout)
     code = 0
+    # The engine's thread must not wait long for Python's lock when a computation ends.
+    sys.setswitchinterval(SWITCH_S)
     try:
         uvloop.run(_run(options, as_json=as_json))
     except StartError as error:

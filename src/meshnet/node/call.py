@@ -1,7 +1,8 @@
 """One call at its head: feeds the route, takes the tokens, says what happened, survives the loss of stages.
 
-A call is one task with an inbox. Tokens, losses and new routes come in; events go out. While a route is
-broken the call is parked: it keeps what it has until the tracker names another route or gives it up.
+Tokens are taken as they come, without a detour: the next step must go out at once. Routes are the matter of
+the call's task: it opens them, and when one breaks the call is parked, keeping what it has until the tracker
+names another route or gives the call up.
 """
 
 from __future__ import annotations
@@ -62,13 +63,6 @@ class CallFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Sampled:
-    choice: int
-    tokens: Sequence[pb.Token]
-    times: Sequence[pb.StageTime]
-
-
-@dataclass(frozen=True, slots=True)
 class _Lost:
     epoch: int
     node_id: str
@@ -82,6 +76,13 @@ class _Route:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """Every choice has ended, or (with an error) the call cannot go on."""
+
+    error: str = ""
+
+
 @dataclass(slots=True)
 class _Choice:
     index: int
@@ -89,6 +90,8 @@ class _Choice:
     generated: list[int] = field(default_factory=list)
     session: Session | None = None
     pieces: deque[Piece] = field(default_factory=deque)
+    planned: bool = False
+    """What takes its session to all its tokens is queued; tokens that come before only add to it."""
     ended: bool = False
 
 
@@ -110,6 +113,7 @@ class Call:
         self.call_id = call_id
         self.node_id = stages.node_id
         self.events = EventQueue()
+        self.events.room = self._pump_all
         self.epoch = ticket.epoch
         self._request = request
         self._ticket, self._ticket_text = ticket, request.ticket
@@ -117,7 +121,7 @@ class Call:
         self._n_vocab = tokenizer.n_vocab
         self._stages = stages
         self._meter = meter
-        self._inbox: asyncio.Queue[_Sampled | _Lost | _Route] = asyncio.Queue()
+        self._inbox: asyncio.Queue[_Ended | _Lost | _Route] = asyncio.Queue()
         self._parked = False
         self._feeding = False
         room = n_ctx - len(prompt.tokens)
@@ -154,7 +158,11 @@ class Call:
             outlet = held.outlet
             outlet.answered = max(outlet.answered, outlet.sampled)
             outlet.link.answered((held.id, outlet.stage), outlet.sampled)
-        self._inbox.put_nowait(_Sampled(choice, tokens, times))
+        self._take_tokens(self._choices[choice], tokens, times)
+
+    def fault(self, error: str) -> None:
+        """Something went wrong in this node while it handled the call's tokens."""
+        self._inbox.put_nowait(_Ended(error))
 
     def credit(self, session: Session) -> None:
         """The head's own stage has passed on a step: there is room for another."""
@@ -175,7 +183,7 @@ class Call:
         try:
             await self._run()
         except CallFailed as failed:
-            await self.events.put(failed.event)
+            self.events.put(failed.event)
         finally:
             self._close_all()
             self.events.end()
@@ -189,15 +197,16 @@ class Call:
                     message = await self._inbox.get()
             except TimeoutError:
                 raise CallFailed(503, "route_lost", "no other route was found in time") from None
-            if isinstance(message, _Sampled):
-                await self._take_tokens(message)
-            elif isinstance(message, _Route):
+            if isinstance(message, _Route):
                 await self._take_route(message)
+            elif isinstance(message, _Ended):
+                if message.error:
+                    raise CallFailed(500, "internal", message.error)
             elif message.epoch == self.epoch and not self._parked:
-                await self._park(message)
+                self._park(message)
         output = sum(len(choice.generated) for choice in self._choices)
-        await self._tell_stages()
-        await self.events.put(calls.Done(len(self._prompt.tokens), output, self._reused))
+        self._tell_stages()
+        self.events.put(calls.Done(len(self._prompt.tokens), output, self._reused))
 
     def _take_resumed(self) -> None:
         """Tokens that an earlier head has streamed count as generated; their text was shown."""
@@ -226,7 +235,7 @@ class Call:
             await self._could_not_open(error)
             return
         self._reused = opening.position if not resumed else 0
-        await self._tell_opened(opening.spans if not resumed else ())
+        self._tell_opened(opening.spans if not resumed else ())
         share = len(live) > 1 and not resumed
         self._plan(live[0], opening.position, replay=resumed, until=prompt - 1 if share else None)
         try:
@@ -244,6 +253,7 @@ class Call:
     async def _open(self, choice: _Choice, *, attach: bool, fork_of: _Choice | None = None) -> Opening:
         stage = self._ticket.stages[0]
         prompt = self._prompt
+        choice.planned = False
         message = pb.Open(
             session=session_id(self.call_id, self.epoch, choice.index),
             ticket=self._ticket_text,
@@ -276,16 +286,14 @@ class Call:
             waiting = self._inbox.get_nowait()
             if isinstance(waiting, _Lost) and waiting.epoch == self.epoch:
                 notice = waiting
-            elif isinstance(waiting, _Sampled):
-                await self._take_tokens(waiting)
-        await self._park(notice)
+        self._park(notice)
 
-    async def _park(self, notice: _Lost) -> None:
+    def _park(self, notice: _Lost) -> None:
         self._parked = True
         for choice in self._choices:
             choice.pieces.clear()
         self._log.warning("route lost", at=notice.node_id, code=notice.code, reason=notice.message)
-        await self.events.put(calls.LostNode(notice.node_id, notice.code, notice.message))
+        self.events.put(calls.LostNode(notice.node_id, notice.code, notice.message))
 
     async def _take_route(self, route: _Route) -> None:
         """Opens the call's sessions on a new route; stages that are still there keep theirs."""
@@ -306,19 +314,23 @@ class Call:
                 if session.epoch < self.epoch:
                     self._stages.discard(session)
         self._parked = False
-        await self._tell_opened(())
+        self._tell_opened(())
         rows = 0
         for choice, opening in zip(live, openings, strict=True):
             known = len(self._prompt.tokens) + len(choice.generated)
             rows += opening.replay_rows + known - opening.position
             self._plan(choice, opening.position, replay=True)
-        await self.events.put(calls.Rerouted(self.epoch, rows, (time.monotonic() - started) * 1000))
+        self.events.put(calls.Rerouted(self.epoch, rows, (time.monotonic() - started) * 1000))
 
     # ---------------------------------------------------------------- feeding
 
     def _plan(self, choice: _Choice, position: int, *, replay: bool, until: int | None = None) -> None:
         """Queues what takes a choice from `position` to all its tokens, or to `until`."""
         assert choice.session is not None
+        if choice.ended:  # by tokens that came while its session was opened
+            self._stages.discard(choice.session)
+            return
+        choice.planned = True
         prompt = len(self._prompt.tokens)
         known = prompt + len(choice.generated)
         rows = choice.session.shard.info.replay_rows
@@ -329,7 +341,7 @@ class Call:
     def _pump(self, choice: _Choice) -> None:
         """Feeds what may be fed. Feeding can bring credit at once, so it must not nest."""
         session = choice.session
-        if session is None or self._feeding:
+        if session is None or self._feeding or self.events.full:
             return
         self._feeding = True
         try:
@@ -346,6 +358,10 @@ class Call:
         finally:
             self._feeding = False
 
+    def _pump_all(self) -> None:
+        for choice in self._choices:
+            self._pump(choice)
+
     def _tokens(self, choice: _Choice, piece: Piece) -> Tokens:
         prompt = self._prompt.tokens
         if piece.end <= len(prompt):
@@ -357,16 +373,10 @@ class Call:
 
     # ---------------------------------------------------------------- tokens
 
-    async def _take_tokens(self, message: _Sampled) -> None:
-        choice = self._choices[message.choice]
-        session = choice.session
-        if session is not None and message.times:
-            self._sums.add(message.times, self._ticket.stages)
-            costs = self._stages.executor.costs(session.lane)
-            pipeline = self._meter.note(session.lane, message.times, costs)
-            if pipeline is not None:
-                self._stages.executor.observe(session.lane, pipeline)
-        for token in message.tokens:
+    def _take_tokens(
+        self, choice: _Choice, tokens: Sequence[pb.Token], times: Sequence[pb.StageTime]
+    ) -> None:
+        for token in tokens:
             if choice.ended or token.position != len(self._prompt.tokens) + len(choice.generated):
                 continue  # a repeated result
             if not 0 <= token.token < self._n_vocab:
@@ -374,29 +384,35 @@ class Call:
                 reason = f"the tail sampled token {token.token}, which is not in the vocabulary"
                 self._inbox.put_nowait(_Lost(self.epoch, tail, "bad_step", reason))
                 return
-            await self._take_token(choice, token)
+            self._take_token(choice, token)
+        session = choice.session
+        if session is not None and times:  # after the next step was fed, for it does not wait for figures
+            self._sums.add(times, self._ticket.stages)
+            pipeline = self._meter.note(session.lane, times, self._stages.executor.costs)
+            if pipeline is not None:
+                self._stages.executor.observe(session.lane, pipeline)
 
-    async def _take_token(self, choice: _Choice, token: pb.Token) -> None:
+    def _take_token(self, choice: _Choice, token: pb.Token) -> None:
         if token.end:
-            await self._end(choice, "grammar" if self._prompt.sampling.grammar else "eos", token.token)
+            self._end(choice, "grammar" if self._prompt.sampling.grammar else "eos", token.token)
             return
         choice.generated.append(token.token)
         shown = choice.out.push(token.token)
         ended = shown.stopped or len(choice.generated) >= self._most
-        if not ended and not self._parked:
+        if not ended and choice.planned and not self._parked:
             known = len(self._prompt.tokens) + len(choice.generated)
             choice.pieces.append(Piece(known - 1, known, False, False, True))
             self._pump(choice)
         wanted = self._prompt.sampling.logprobs >= 0
         lp = (choice.out.logprob(token),) if wanted else ()
-        await self.events.put(calls.TokenEvent(choice.index, (token.token,), shown.text, lp))
+        self.events.put(calls.TokenEvent(choice.index, (token.token,), shown.text, lp))
         self._unreported += 1
         if self._unreported >= STAGES_EVERY:
-            await self._tell_stages()
+            self._tell_stages()
         if ended:
-            await self._end(choice, "stop_string" if shown.stopped else self._limited_by)
+            self._end(choice, "stop_string" if shown.stopped else self._limited_by)
 
-    async def _end(self, choice: _Choice, by: str, token: int = -1) -> None:
+    def _end(self, choice: _Choice, by: str, token: int = -1) -> None:
         choice.ended = True
         choice.pieces.clear()
         session = choice.session
@@ -404,7 +420,9 @@ class Call:
             keep = choice.index == 0 and self._request.reuse_prefix
             self._stages.close(session.name, keep, self._session_spans(session))
         text = "" if by == "stop_string" else choice.out.flush()
-        await self.events.put(calls.ChoiceEnd(choice.index, REASONS[by], by, text, token))
+        self.events.put(calls.ChoiceEnd(choice.index, REASONS[by], by, text, token))
+        if not self._live():
+            self._inbox.put_nowait(_Ended())
 
     def _session_spans(self, session: Session) -> Spans:
         prompt, rows = len(self._prompt.tokens), session.shard.info.replay_rows
@@ -417,7 +435,7 @@ class Call:
 
     # ---------------------------------------------------------------- telling
 
-    async def _tell_opened(self, reused: Spans) -> None:
+    def _tell_opened(self, reused: Spans) -> None:
         """Settles how the prompt is cut, once, and says so."""
         if self._spans:
             return
@@ -425,11 +443,11 @@ class Call:
         self._spans = self._request.spans or prompt_spans(
             reused, self._reused, prompt, self._request.prompt_chunk, last_alone=len(self._choices) > 1
         )
-        await self.events.put(calls.Opened(prompt, self._reused, self._spans))
+        self.events.put(calls.Opened(prompt, self._reused, self._spans))
 
     def _tell_prefill(self, done: int) -> None:
-        self.events.offer(calls.Prefill(done, len(self._prompt.tokens)))
+        self.events.put(calls.Prefill(done, len(self._prompt.tokens)))
 
-    async def _tell_stages(self) -> None:
+    def _tell_stages(self) -> None:
         self._unreported = 0
-        await self.events.put(self._sums.event())
+        self.events.put(self._sums.event())

@@ -1,10 +1,14 @@
-"""Events of a call on their way to whoever reads its response; bounded, so that a slow reader holds the head
-back instead of filling its memory."""
+"""Events of a call on their way to whoever reads its response.
+
+Bounded by its writer: a head looks at `full` before it feeds the next step, so that a slow reader holds it
+back; only what is on its way already still comes in.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 from meshnet.protocol.calls import AnyEvent
 
@@ -12,30 +16,23 @@ MAX_EVENTS = 64
 
 
 class EventQueue:
-    """One writer, one reader, on one event loop."""
+    """One writer, one reader, on one event loop. `room` is called when a full queue was read."""
 
     def __init__(self, limit: int = MAX_EVENTS) -> None:
+        self.room: Callable[[], None] = lambda: None
         self._limit = limit
         self._events: deque[AnyEvent] = deque()
         self._filled = asyncio.Event()
-        self._drained = asyncio.Event()
         self._ended = False
 
-    async def put(self, event: AnyEvent) -> None:
-        """Waits while the queue is full."""
-        while len(self._events) >= self._limit:
-            self._drained.clear()
-            await self._drained.wait()
-        self._events.append(event)
-        self._filled.set()
+    @property
+    def full(self) -> bool:
+        """Whether the writer should wait before it causes more events."""
+        return len(self._events) >= self._limit
 
-    def offer(self, event: AnyEvent) -> bool:
-        """Puts an event that may be left out; False where the queue is full."""
-        if len(self._events) >= self._limit:
-            return False
+    def put(self, event: AnyEvent) -> None:
         self._events.append(event)
         self._filled.set()
-        return True
 
     def end(self) -> None:
         """No more events will come."""
@@ -47,7 +44,9 @@ class EventQueue:
         while not self._events and not self._ended:
             self._filled.clear()
             await self._filled.wait()
+        was_full = self.full
         events = list(self._events)
         self._events.clear()
-        self._drained.set()
+        if was_full:
+            self.room()
         return events

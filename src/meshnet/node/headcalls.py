@@ -63,8 +63,14 @@ class HeadCalls:
         except Refused:
             return
         running = self._calls.get(call_id)
-        if running is not None:
+        if running is None:
+            return
+        try:
             running[0].take_result(session, tokens, times)
+        except Exception:
+            # It is one call's; the stream that brought the tokens serves others.
+            log.exception("tokens could not be taken", call=call_id)
+            running[0].fault("the node ran into a fault of its own; its log says more")
 
     # ---------------------------------------------------------------- from the tracker, or from clients
 
@@ -143,7 +149,7 @@ class HeadCalls:
             raise
         except Exception:
             bound.exception("call failed by a fault of this node")
-            call.events.offer(calls.CallError(500, "internal", "the node ran into a fault of its own"))
+            call.events.put(calls.CallError(500, "internal", "the node ran into a fault of its own"))
         else:
             bound.info("call ended", seconds=round(time.monotonic() - started, 3))
         finally:

@@ -27,8 +27,8 @@ class Ewma:
 
     def after(self, sample: float) -> Ewma:
         if self.value is None:
-            return replace(self, value=sample)
-        return replace(self, value=self.value + self.alpha * (sample - self.value))
+            return Ewma(sample, self.alpha)
+        return Ewma(self.value + self.alpha * (sample - self.value), self.alpha)
 
 
 def step_ms(info: EngineInfo, test: SelfTest, start: int, end: int) -> float:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from meshnet.node.batching import Costs, Lane, Pipeline
 from meshnet.node.health import Ewma
 from meshnet.protocol import dataplane_pb2 as pb
 
-REPORT_EVERY = 8
+LOOK_EVERY = 4
+REPORT_EVERY = 32
+"""Results of a lane between two that are looked at, and between two reports."""
 
 
 class PipelineMeter:
@@ -19,9 +21,15 @@ class PipelineMeter:
         self._trips: dict[Lane, Ewma] = {}
         self._count: dict[Lane, int] = {}
 
-    def note(self, lane: Lane, times: Sequence[pb.StageTime], costs: Costs | None) -> Pipeline | None:
+    def note(
+        self, lane: Lane, times: Sequence[pb.StageTime], costs_of: Callable[[Lane], Costs | None]
+    ) -> Pipeline | None:
         """`times`: of one decode step, head first."""
-        if len(times) < 2 or costs is None or any(line.steps != 1 or line.batch < 1 for line in times):
+        count = self._count[lane] = self._count.get(lane, 0) + 1
+        if len(times) < 2 or count % LOOK_EVERY or any(line.steps != 1 or line.batch < 1 for line in times):
+            return None
+        costs = costs_of(lane)
+        if costs is None:
             return None
         own = times[0].compute_ms / max(costs.decode_ms(times[0].batch), 1e-6)
         ratios = self._ratios.get(lane)
@@ -31,7 +39,6 @@ class PipelineMeter:
             expected = costs.decode_ms(line.batch) * own
             ratios[index] = ratios[index].after(line.compute_ms / max(expected, 1e-6))
         self._trips[lane] = self._trips.get(lane, Ewma()).after(sum(line.link_ms for line in times))
-        self._count[lane] = self._count.get(lane, 0) + 1
-        if self._count[lane] % REPORT_EVERY:
+        if count % REPORT_EVERY:
             return None
         return Pipeline(tuple(ratio.value or 1.0 for ratio in ratios), self._trips[lane].value or 0.0)
