@@ -15,15 +15,24 @@ from protocol.test_tools import collect
 from meshnet.protocol.errors import ApiError
 from meshnet.protocol.grammar import GrammarSpec, grammar_for
 from meshnet.protocol.openai import ChatRequest, parse_chat
-from meshnet.protocol.tools import GENERIC, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, ToolFormat, ToolParser
+from meshnet.protocol.toolparser import ToolParser
+from meshnet.protocol.tools import (
+    GENERIC,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_ARGS,
+    TAGGED,
+    ToolFormat,
+)
 
-FORMATS = [HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, GENERIC]
+FORMATS = [HERMES, TAGGED, LLAMA, MISTRAL, MISTRAL_ARGS, GENERIC]
 WEATHER: dict[str, Any] = {
     "name": "get_weather",
     "description": "Weather of a city",
     "parameters": {
         "type": "object",
-        "properties": {"city": {"type": "string", "minLength": 1}, "days": {"type": "integer", "minimum": 1}},
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer", "minimum": 1}},
         "required": ["city"],
         "additionalProperties": False,
     },
@@ -55,8 +64,8 @@ def sentences(spec: GrammarSpec, count: int = 60) -> list[str]:
 
 
 def read(form: ToolFormat, asked: ChatRequest, text: str) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
-    names = [tool.name for tool in asked.tools]
-    parser = ToolParser(form, names, "call-1/0", or_json=asked.response_format != "text")
+    functions = {tool.name: tool.parameters for tool in asked.tools}
+    parser = ToolParser(form, functions, "call-1/0", or_json=asked.response_format != "text")
     deltas = [delta for char in text for delta in parser.push(char)]
     out = collect([*deltas, *parser.finish()])
     return out.text, [(name, json.loads(arguments)) for _, name, arguments in out.calls]
@@ -109,7 +118,7 @@ def test_a_strict_function_may_be_left_out_but_not_misused(form: ToolFormat, jud
     for call in sentences(grammar_for(request(strict, NOW, tool_choice="required"), form), 12):
         assert judge.lets_end(grammar, before + call)
         assert not judge.lets_end(grammar, before + call + "x")
-        assert not judge.lets_end(grammar, before + call.replace('"city"', '"town"').replace("now", "then"))
+        assert not judge.lets_end(grammar, before + call.replace("city", "town").replace("now", "then"))
     for text in ("", "Hello world.", "1 < 2 and [x] <tool_call <|python [TOOL", "  spaced "):
         assert judge.lets_end(grammar, text), text
         assert read(form, asked, text) == (text, [])
@@ -161,6 +170,51 @@ def test_what_a_grammar_cannot_hold_is_loosened_unless_strict() -> None:
     assert caught.value.param == "tools[0].function.parameters"
     assert "multipleOf" in caught.value.message
     assert "'#/properties/even'" in caught.value.message
+
+
+TAGS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "unit": {"enum": ["celsius", "kelvin"]},
+        "count": {"type": "integer", "minimum": 0},
+        "list": {"type": "array", "items": {"$ref": "#/$defs/item"}, "maxItems": 2},
+    },
+    "required": ["text", "count"],
+    "$defs": {"item": {"type": "boolean"}},
+}
+
+
+def test_values_in_tags_hold_their_schemas() -> None:
+    asked = request({"name": "f", "strict": True, "parameters": TAGS}, tool_choice="required")
+    seen: set[str] = set()
+    for text in sentences(grammar_for(asked, TAGGED), 120):
+        shown, calls = read(TAGGED, asked, text)
+        assert shown == ""
+        for _, arguments in calls:
+            jsonschema.validate(arguments, TAGS)
+            seen.update(arguments)
+    assert seen == {"text", "unit", "count", "list"}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": {"a": {"type": "string", "minLength": 2}}},
+        {"properties": {"a": {"type": ["string", "null"]}}},
+        {"properties": {"a>b": {"type": "integer"}}},
+        {"properties": {}, "required": ["a"]},
+        {"anyOf": [{"required": ["a"]}]},
+    ],
+)
+def test_what_tags_cannot_hold_is_refused_of_strict_functions(parameters: dict[str, Any]) -> None:
+    asked = request({"name": "f", "parameters": parameters, "strict": True})
+    with pytest.raises(ApiError) as caught:
+        grammar_for(asked, TAGGED)
+    assert (caught.value.status, caught.value.param) == (400, "tools")
+    loose = request({"name": "f", "parameters": parameters}, tool_choice="required")
+    for text in sentences(grammar_for(loose, TAGGED), 20):
+        assert read(TAGGED, loose, text)[1]
 
 
 def test_response_formats() -> None:

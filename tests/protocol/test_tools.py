@@ -6,27 +6,29 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshnet.protocol.toolparser import ArgumentsDelta, CallDelta, Delta, TextDelta, ToolParser
 from meshnet.protocol.tools import (
     GENERIC,
     HERMES,
     LLAMA,
     MISTRAL,
     MISTRAL_ARGS,
-    ArgumentsDelta,
-    CallDelta,
-    Delta,
-    TextDelta,
+    TAGGED,
     ToolFormat,
-    ToolParser,
     detect_tool_format,
 )
 
 NAMES = ("get_weather", "add")
+FUNCTIONS: dict[str, Any] = {
+    "get_weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "array"}}},
+    "add": None,
+}
 
 
 @dataclass
@@ -57,7 +59,7 @@ def collect(deltas: Iterable[Delta]) -> Outcome:
 
 
 def parse(form: ToolFormat, pieces: Iterable[str], *, or_json: bool = False) -> Outcome:
-    parser = ToolParser(form, NAMES, "call-1/0", or_json=or_json)
+    parser = ToolParser(form, FUNCTIONS, "call-1/0", or_json=or_json)
     deltas = [delta for piece in pieces for delta in parser.push(piece)]
     return collect([*deltas, *parser.finish()])
 
@@ -138,6 +140,34 @@ SAMPLES: dict[str, tuple[ToolFormat, str, str, list[tuple[str, str]]]] = {
         "",
         [("add", ADD), ("get_weather", WEATHER)],
     ),
+    "tags": (
+        TAGGED,
+        "Well.\n<tool_call>\n<function=get_weather>\n"
+        "<parameter=city>\nZürich\n\n 5 < 6 </param>\n</parameter>\n"
+        '<parameter=days>\n[1, {"x": 2}]\n</parameter>\n</function>\n</tool_call>\n'
+        "<tool_call>\n<function=add>\n</function>\n</tool_call>",
+        "Well.",
+        [("get_weather", '{"city": "Zürich\\n\\n 5 < 6 </param>", "days": [1,{"x":2}]}'), ("add", "{}")],
+    ),
+    "tags, untidy": (
+        TAGGED,
+        "<tool_call><function=add>\nsum:<parameter=a>1</parameter> and <parameter=b>two</parameter>, then"
+        "</function></tool_call>",
+        "",
+        [("add", '{"a": "1", "b": "two"}')],
+    ),
+    "tags, cut": (
+        TAGGED,
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</para",
+        "",
+        [("add", '{"a": "1"')],
+    ),
+    "tags, JSON in them": (
+        TAGGED,
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+        "",
+        [("add", '{"a":1}')],
+    ),
     "generic": (
         GENERIC,
         f'\n{{"name": "add", "arguments": {ADD}}}\n{{"name": "get_weather", "parameters": {WEATHER}}}',
@@ -159,6 +189,7 @@ def test_samples_at_every_cut(name: str) -> None:
         assert parse(form, [text[:cut], text[cut:]]) == whole, cut
 
 
+FORMATS = [HERMES, TAGGED, LLAMA, MISTRAL, MISTRAL_ARGS, GENERIC]
 FRAGMENTS = st.sampled_from(
     [
         *(
@@ -172,6 +203,7 @@ FRAGMENTS = st.sampled_from(
             "[TOOL",
         ),
         *('{"name": "add", "arguments": ', '{"name": "add", "parameters": ', '{"name":', '"add"', "add"),
+        *("<function=add>", "</function>", "<parameter=a>", "<parameter=city>", "</parameter>", "<"),
         *("{}", ADD, WEATHER, "}", "{", "]", "[", ",", ";", '"', "\\", " ", "\n", "text", "ß"),
     ]
 )
@@ -180,7 +212,7 @@ FRAGMENTS = st.sampled_from(
 @settings(max_examples=300)
 @given(
     st.lists(FRAGMENTS, max_size=14),
-    st.sampled_from([HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, GENERIC]),
+    st.sampled_from(FORMATS),
     st.data(),
 )
 def test_cuts_change_nothing(parts: list[str], form: ToolFormat, data: st.DataObject) -> None:
@@ -196,7 +228,7 @@ def test_cuts_change_nothing(parts: list[str], form: ToolFormat, data: st.DataOb
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="<[{"), max_size=80))
 def test_text_without_calls_is_untouched(text: str) -> None:
-    for form in (HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, GENERIC):
+    for form in FORMATS:
         assert parse(form, list(text)).text == text
 
 
@@ -225,7 +257,7 @@ def test_calls_come_through(calls: list[tuple[str, dict[str, object]]], size: in
 
 
 def test_arguments_stream_as_they_come() -> None:
-    parser = ToolParser(HERMES, NAMES, "seed")
+    parser = ToolParser(HERMES, FUNCTIONS, "seed")
     assert parser.push('<tool_call>\n{"name": "add", "arguments": ') == []
     assert [type(delta).__name__ for delta in parser.push('{"a"')] == ["CallDelta", "ArgumentsDelta"]
     assert parser.push(": 1") == [ArgumentsDelta(0, ": 1")]
@@ -241,7 +273,7 @@ def test_a_json_answer_keeps_an_opener_in_its_strings() -> None:
 
 def test_long_garbage_is_read_once() -> None:
     """A model that never closes what it began costs time in proportion to its text, not to its square."""
-    parser = ToolParser(HERMES, NAMES, "seed")
+    parser = ToolParser(HERMES, FUNCTIONS, "seed")
     parser.push('<tool_call>{"nom": "')
     for _ in range(20_000):
         assert parser.push("xyz ") == []
@@ -249,6 +281,7 @@ def test_long_garbage_is_read_once() -> None:
 
 
 TEMPLATES = {
+    "{% if tools %}<tool_call>\n<function=example>\n<parameter=x>{% endif %}": TAGGED,
     "{% if tools %}<tool_call>\n{...}</tool_call>{% endif %}": HERMES,
     "{%- if tools is not none %}<|start_header_id|>ipython{{ tool.parameters }}<|python_tag|>": LLAMA,
     "{% for t in tools %}[AVAILABLE_TOOLS]{% endfor %}[TOOL_CALLS]": MISTRAL,

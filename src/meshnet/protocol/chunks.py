@@ -14,7 +14,8 @@ import msgspec
 from meshnet.protocol.calls import AnyEvent, CallError, ChoiceEnd, Done, Opened, TokenEvent
 from meshnet.protocol.errors import ApiError, error_body
 from meshnet.protocol.openai import ChatRequest, CompletionRequest
-from meshnet.protocol.tools import CallDelta, Delta, TextDelta, ToolFormat, ToolParser
+from meshnet.protocol.toolparser import CallDelta, Delta, TextDelta, ToolParser
+from meshnet.protocol.tools import ToolFormat
 
 DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB = -9999.0
@@ -354,7 +355,7 @@ class _Choice:
         if isinstance(request, ChatRequest) and request.tools and tool_format is not None:
             self.parser = ToolParser(
                 tool_format,
-                [tool.name for tool in request.tools],
+                {tool.name: tool.parameters for tool in request.tools},
                 f"{envelope.call_id}/{index}",
                 or_json=request.response_format != "text",
             )

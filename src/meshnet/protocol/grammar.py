@@ -14,7 +14,8 @@ from meshnet.protocol.errors import ApiError, SchemaError
 from meshnet.protocol.gbnf import GrammarError, Rules, either, literal
 from meshnet.protocol.openai import ChatRequest, FunctionTool
 from meshnet.protocol.schema import SchemaRules
-from meshnet.protocol.tools import ToolFormat
+from meshnet.protocol.schema_merge import ANNOTATIONS
+from meshnet.protocol.tools import PARAMETER_END, PARAMETER_NAME, ToolFormat, is_text
 
 _BARE_START = "{ \t\r\n"
 _ANY_CHAR = "[^\\U0010FFFF]"
@@ -88,6 +89,7 @@ class _Calls:
         self._form = form
         kind, _, name = request.tool_choice.partition(":")
         self._tools = [tool for tool in request.tools if kind != "function" or tool.name == name]
+        self._any_text = ""
         self._several = request.parallel_tool_calls and kind != "function"
 
     def all(self, *, opened: bool) -> str:
@@ -120,6 +122,8 @@ class _Calls:
 
     def _one(self, tool: FunctionTool) -> str:
         form = self._form
+        if form.tagged:
+            return self._tagged(tool)
         arguments = _arguments(self._rules, tool)
         if form.args_marker:
             return f"{literal(tool.name + form.args_marker)} {arguments}"
@@ -129,9 +133,56 @@ class _Calls:
             return f'"\\n" {head} {arguments} {tail}'
         return f'{head} {arguments} "}}"'
 
-    def _until(self, opener: str, then: str) -> tuple[str, str]:
-        """Text without the opener, which may end anywhere, or the opener and then `then`: as one rule, and
-        as one that begins with a visible character other than a brace.
+    def _tagged(self, tool: FunctionTool) -> str:
+        """A tag for each property, in the schema's order; text stands as it is, other values as JSON."""
+        parameters = tool.parameters or {}
+        if tool.strict:
+            _refuse_untaggable(parameters)
+        properties = parameters.get("properties")
+        required = parameters.get("required")
+        parts = []
+        properties = properties if isinstance(properties, dict) else {}
+        if tool.strict:
+            for name in [*properties, *(required if isinstance(required, list) else ())]:
+                if name not in properties or not PARAMETER_NAME.fullmatch(name):
+                    raise SchemaError(f"this model's tool format cannot hold the property '{name}'", "")
+        for name, schema in properties.items():
+            if not PARAMETER_NAME.fullmatch(name):
+                continue
+            try:
+                value = self._tagged_value(schema, parameters, tool.strict)
+            except (SchemaError, GrammarError):
+                if tool.strict:
+                    raise
+                value = self._tag_text()
+            needed = isinstance(required, list) and name in required
+            part = self._rules.name(literal(f"<parameter={name}>\n") + " " + value, "parameter")
+            parts.append(part if needed else f"{part}?")
+        closing = literal(f"</function>\n{self._form.closer}")
+        return " ".join([literal(f"\n<function={tool.name}>\n"), *parts, closing])
+
+    def _tagged_value(self, schema: Any, parameters: dict[str, Any], strict: bool) -> str:
+        ends = literal(f"\n{PARAMETER_END}\n")
+        if not is_text(schema, parameters):
+            return f"{SchemaRules(self._rules, parameters).part(schema)} {ends}"
+        constants = schema.get("enum") if isinstance(schema, dict) else None
+        if isinstance(constants, list) and all(isinstance(text, str) for text in constants):
+            kept = [text for text in constants if PARAMETER_END not in text and text.strip("\n") == text]
+            if kept:
+                return f"{either(literal(text) for text in kept)} {ends}"
+        if strict and not _plain_text(schema):
+            raise SchemaError("this model's tool format holds plain strings and enums of strings only", "")
+        return self._tag_text()
+
+    def _tag_text(self) -> str:
+        """Any text up to the end of the parameter."""
+        if not self._any_text:
+            self._any_text = self._until(PARAMETER_END, literal("\n"), may_end=False)[0]
+        return self._any_text
+
+    def _until(self, opener: str, then: str, *, may_end: bool = True) -> tuple[str, str]:
+        """Text without the opener, which may end anywhere unless told otherwise, or the opener and then
+        `then`: as one rule, and as one that begins with a visible character other than a brace.
 
         One rule per length of the opener's beginning that the text ends with (Knuth, Morris, Pratt 1977).
         """
@@ -146,7 +197,8 @@ class _Calls:
                 following = after if reached == len(opener) else states[reached]
                 steps[size, char] = f"{literal(char)} {following}"
             options = [steps[size, char] for char in alphabet]
-            rules.define(state, " | ".join(['""', f"[^{_excluded(opener)}] {states[0]}", *options]))
+            ends = ['""'] if may_end else []
+            rules.define(state, " | ".join([*ends, f"[^{_excluded(opener)}] {states[0]}", *options]))
         visible = [f"[^{_excluded(opener + _BARE_START)}] {states[0]}"]
         visible += [steps[0, char] for char in alphabet if char not in _BARE_START]
         return states[0], rules.name(" | ".join(visible), "text")
@@ -171,6 +223,20 @@ def _arguments(rules: Rules, tool: FunctionTool) -> str:
         return SchemaRules(Rules(), schema).root() and SchemaRules(rules, schema).root()
     except (SchemaError, GrammarError):
         return SchemaRules(rules, _loosened(schema)).root()
+
+
+def _refuse_untaggable(parameters: dict[str, Any]) -> None:
+    """Beside its properties the schema of a strict function says nothing that tags cannot hold."""
+    for keyword in parameters:
+        if keyword not in ANNOTATIONS | {"type", "properties", "required", "additionalProperties"}:
+            raise SchemaError(f"this model's tool format cannot hold '{keyword}'", "", keyword)
+
+
+def _plain_text(schema: Any) -> bool:
+    """Whether any text validates."""
+    if not isinstance(schema, dict):
+        return schema is True
+    return all(key in ANNOTATIONS or (key == "type" and schema[key] == "string") for key in schema)
 
 
 def _loosened(schema: dict[str, Any]) -> dict[str, Any]:

@@ -109,6 +109,11 @@ class SchemaRules:
         except RecursionError:
             raise SchemaError("the schema is nested too deeply", "") from None
 
+    def part(self, schema: Any) -> str:
+        """The expression of a schema that stands within the root, and may refer to it. Raises SchemaError."""
+        check_shape(schema)
+        return self._value(schema, "", frozenset())
+
     # ---------------------------------------------------------------- dispatch
 
     def _value(self, schema: Any, path: str, open_refs: frozenset[str]) -> str:
