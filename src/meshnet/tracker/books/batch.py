@@ -12,7 +12,8 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, bindparam, insert, literal_column, select, update
 
-from meshnet.tracker.books import schema
+from meshnet.tracker.books import bulk, schema
+from meshnet.tracker.books.bulk import CHANGING
 from meshnet.tracker.books.ledger import (
     ALL_TIME,
     Call,
@@ -31,9 +32,9 @@ from meshnet.tracker.books.records import Refusal, Settlement, Work
 from meshnet.tracker.books.storage import upsert
 
 Answer = Settlement | Refusal | None
+Rows = dict[str, list[dict[str, Any]]]
 
 FIELDS: Final = tuple(field.name for field in fields(Call))
-CHANGING: Final = ("status", "outcome", "reason", "prompt_tokens", "output_tokens", "charge", "ended_at")
 
 COLUMNS: Final = [schema.calls.c[name] for name in FIELDS]
 
@@ -71,7 +72,7 @@ READ_WORK: Final = Prepared(
 NEW_CALL: Final = Prepared(insert(schema.calls), FIELDS)
 CHANGE_CALL: Final = Prepared(
     update(schema.calls)
-    .where(schema.calls.c.id == bindparam("call_id"))
+    .where(schema.calls.c.id == bindparam("new_id"))
     .values({name: bindparam(f"new_{name}") for name in CHANGING})
 )
 NEW_WORK: Final = Prepared(insert(schema.work), schema.work.c.keys())
@@ -174,46 +175,59 @@ def _write(
     spending: dict[tuple[int, str], int],
     now: int,
 ) -> None:
-    new = [_row(call) for call in changed.values() if call.id not in stored]
-    if new:
-        NEW_CALL.many(connection, new)
-    old = [_change(call) for call in changed.values() if call.id in stored]
-    if old:
-        CHANGE_CALL.many(connection, old)
-    done = [
-        {
-            "call_id": call_id,
-            "line": line,
-            "node_id": item.node_id,
-            "layers": item.layers,
-            "prefill_tokens": item.prefill_tokens,
-            "decode_tokens": item.decode_tokens,
-        }
-        for call_id, items in work
-        for line, item in enumerate(items)
-    ]
-    if done:
-        NEW_WORK.many(connection, done)
-    write_entries(connection, entries, now)
-    if spending:
-        rows = [
+    rows = {
+        "new": [_row(call, FIELDS) for call in changed.values() if call.id not in stored],
+        "changed": [_row(call, ("id", *CHANGING)) for call in changed.values() if call.id in stored],
+        "work": [
+            {
+                "call_id": call_id,
+                "line": line,
+                "node_id": item.node_id,
+                "layers": item.layers,
+                "prefill_tokens": item.prefill_tokens,
+                "decode_tokens": item.decode_tokens,
+            }
+            for call_id, items in work
+            for line, item in enumerate(items)
+        ],
+        "spending": [
             {"key_id": key_id, "period": period, "amount": amount}
             for (key_id, period), amount in sorted(spending.items())
             if amount
-        ]
-        if rows:
-            upsert(connection, schema.key_spending, rows, add=("amount",))
+        ],
+        **_entry_rows(entries, now, None),
+    }
+    if connection.dialect.name == "postgresql":
+        bulk.write(connection, rows)
+        return
+    if rows["new"]:
+        NEW_CALL.many(connection, rows["new"])
+    if rows["changed"]:
+        CHANGE_CALL.many(connection, [{f"new_{name}": row[name] for name in row} for row in rows["changed"]])
+    if rows["work"]:
+        NEW_WORK.many(connection, rows["work"])
+    _write_entries(connection, rows)
+    if rows["spending"]:
+        upsert(connection, schema.key_spending, rows["spending"], add=("amount",))
 
 
 def write_entries(
     connection: Connection, entries: Sequence[NewEntry], now: int, reference: str | None = None
 ) -> None:
     """Appends entries and moves the balances of their books with them."""
-    if not entries:
-        return
-    NEW_ENTRY.many(
-        connection,
-        [
+    _write_entries(connection, _entry_rows(entries, now, reference))
+
+
+def _write_entries(connection: Connection, rows: Rows) -> None:
+    if rows["entries"]:
+        NEW_ENTRY.many(connection, rows["entries"])
+    if rows["balances"]:
+        upsert(connection, schema.balances, rows["balances"], add=("amount",))
+
+
+def _entry_rows(entries: Sequence[NewEntry], now: int, reference: str | None) -> Rows:
+    return {
+        "entries": [
             {
                 "at": now,
                 "call_id": entry.call_id,
@@ -228,15 +242,11 @@ def write_entries(
             }
             for entry in entries
         ],
-    )
-    moved = [{"book": book, "amount": amount} for book, amount in sorted(deltas(entries).items()) if amount]
-    if moved:
-        upsert(connection, schema.balances, moved, add=("amount",))
+        "balances": [
+            {"book": book, "amount": amount} for book, amount in sorted(deltas(entries).items()) if amount
+        ],
+    }
 
 
-def _row(call: Call) -> dict[str, Any]:
-    return {name: getattr(call, name) for name in FIELDS}
-
-
-def _change(call: Call) -> dict[str, Any]:
-    return {"call_id": call.id} | {f"new_{name}": getattr(call, name) for name in CHANGING}
+def _row(call: Call, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(call, name) for name in names}
