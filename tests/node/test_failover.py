@@ -192,6 +192,26 @@ async def test_other_cuts_after_a_loss(spare: Spare) -> None:
     await bench.settled()
 
 
+@pytest.mark.parametrize("middle", [False, True])
+async def test_a_stage_that_is_passed_by_though_it_lives_lets_go(spare: Spare, middle: bool) -> None:
+    """The tracker may give up a node before its neighbours do: nothing of the call stays there."""
+    bench = spare.bench
+    passed = await bench.add(10, 19 if middle else LAST, n_ctx=512)
+    before = [spare.head.stage(), passed.stage()] + ([spare.tail.stage(20)] if middle else [])
+    reroute = rerouting(bench, [spare.head.stage(), spare.other_tail.stage()])
+
+    async def on_event(call: Call, event: calls.AnyEvent) -> None:
+        if isinstance(event, calls.TokenEvent) and call.epoch == 0 and len(passed.stages.sessions) == 1:
+            reroute(call)
+            while call.epoch == 0:
+                await asyncio.sleep(0)
+
+    answer = await bench.run(before, PROMPT, on_event=on_event, **OPTIONS)
+    assert answer.ids() == spare.greedy
+    assert not lost(answer)
+    await bench.settled()
+
+
 async def test_a_route_that_never_stood(spare: Spare) -> None:
     """The tail is gone before the first open; the call begins on the next route."""
     bench = spare.bench
