@@ -156,6 +156,8 @@ class Session:
     results: Link | None = None
     """The tail's way to the head; None where the head is this node."""
     kept: deque[pb.Token] = field(default_factory=lambda: deque(maxlen=KEPT_RESULTS))
+    left: tuple[Link, pb.Close] | None = None
+    """Ends what the attempt that this one took over had opened below."""
     ready: bool = False
     """Open here and on all stages below."""
     closed: bool = False

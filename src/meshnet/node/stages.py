@@ -162,6 +162,8 @@ class Stages:
         except (Refused, PeerLost, asyncio.CancelledError):
             self.discard(session)
             raise
+        finally:
+            self._end_left(session)
         if session.closed:
             self._close_below(session, keep_prefix=False)
             raise Refused("closed", f"session {session.id} was closed while it was opened")
@@ -241,6 +243,8 @@ class Stages:
         """Gives the slot and everything kept of an earlier attempt to the new one; False if it ended
         meanwhile."""
         older.upstream = _Gone()
+        if older.outlet is not None:
+            session.left = older.outlet.link, pb.Close(session=older.id, stage=older.outlet.stage)
         self._leave(older)
         self.executor.remove([older.number])
         # Afterwards the outcome of what runs now is delivered: kept, and sent nowhere.
@@ -463,6 +467,13 @@ class Stages:
         self._leave(session)
         if outlet is not None:
             outlet.link.close(pb.Close(session=session.id, stage=outlet.stage, keep_prefix=keep_prefix))
+
+    def _end_left(self, session: Session) -> None:
+        """Stages below that the new route passes by are told; of those it goes through, none knows the old
+        session any more."""
+        left, session.left = session.left, None
+        if left is not None:
+            left[0].close(left[1])
 
     def _leave(self, session: Session) -> None:
         """Stops listening on the links of a session."""
