@@ -52,6 +52,15 @@ class Running:
         known = roster.state.nodes.get(node.node_id)
         return "unknown" if known is None else known.status(roster.clock())
 
+    def prefill_of(self, node: WireNode) -> float:
+        assert self.server.tracker is not None
+        return self.server.tracker.roster.state.nodes[node.node_id].shards[0].times.prefill_ms_per_token_layer
+
+    async def drain(self, node: WireNode, *, on: bool = True) -> None:
+        url = f"{self.base}/api/nodes/{node.node_id}/drain"
+        async with self.http.request("POST" if on else "DELETE", url, headers=self.admin()) as answer:
+            assert answer.status == 200
+
     async def until(self, condition: Callable[[], bool], seconds: float = 15.0) -> None:
         import asyncio
 

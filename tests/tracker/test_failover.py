@@ -264,6 +264,25 @@ async def test_a_downstream_node_that_only_the_tracker_lost_stays_where_nobody_c
     assert (await tracker.get(f"/api/calls/{call_id}"))["reroutes"] == 0
 
 
+async def test_the_next_turn_of_a_conversation_goes_where_its_state_is(tracker: Running) -> None:
+    first = await tracker.node(name="first", decode_ms=1.0)
+    second = await tracker.node(name="second", decode_ms=1.2)
+    for node in (first, second):
+        node.script.prompt_tokens = 2000
+        node.prefill_ms = 1.0
+        node.report()
+    await tracker.until(lambda: tracker.prefill_of(first) == 1.0 and tracker.prefill_of(second) == 1.0)
+    long = "word " * 1500
+    turns = [{"role": "user", "content": long}]
+    await tracker.drain(first)
+    assert (await tracker.chat(messages=turns)).headers["x-meshnet-route"] == "second[0-29]"
+    await tracker.drain(first, on=False)
+    turns += [{"role": "assistant", "content": WHOLE}, {"role": "user", "content": "and?"}]
+    assert (await tracker.chat(messages=turns)).headers["x-meshnet-route"] == "second[0-29]"
+    other = [{"role": "user", "content": "something else"}]
+    assert (await tracker.chat(messages=other)).headers["x-meshnet-route"] == "first[0-29]"
+
+
 async def test_a_new_head_is_told_how_the_prompt_was_cut(tracker: Running) -> None:
     head = await tracker.node(name="first")
     head.script.tokens, head.script.interval_s, head.script.spans = COUNT, 0.02, ((0, 3), (3, 5))

@@ -120,6 +120,7 @@ class WireNode:
         self.slots = slots
         self.n_ctx = n_ctx
         self.decode_ms = decode_ms
+        self.prefill_ms = 0.01
         self.engine_version = engine_version
         self.numerics_class = numerics_class
         self.template = template
@@ -262,7 +263,10 @@ class WireNode:
 
     def times(self) -> pb.Times:
         return pb.Times(
-            decode_ms_per_layer=self.decode_ms, prefill_ms_per_token_layer=0.01, embed_ms=0.1, output_ms=0.5
+            decode_ms_per_layer=self.decode_ms,
+            prefill_ms_per_token_layer=self.prefill_ms,
+            embed_ms=0.1,
+            output_ms=0.5,
         )
 
     def join_request(self) -> pb.JoinRequest:

@@ -33,7 +33,7 @@ from meshnet.tracker.heads import HeadError, Heads
 from meshnet.tracker.placement import Chosen, Job, Placement
 from meshnet.tracker.reservations import Need
 from meshnet.tracker.roster import Roster
-from meshnet.tracker.running import Order
+from meshnet.tracker.seat import Order
 
 MAX_KEPT = 256
 MAX_TOKENS = 1_000_000

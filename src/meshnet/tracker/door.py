@@ -49,6 +49,7 @@ class FrontDoor:
         try:
             accepted = await self._accept(scope, receive, send, kind, request_id, headers)
         except ApiError as error:
+            self._orchestrator.recorder.metrics.refused.labels(error.code).inc()
             await send_error(send, error, headers)
             return
         except ClientGone:

@@ -25,9 +25,11 @@ from meshnet.tracker.heads import HeadError, Heads
 from meshnet.tracker.live import LiveCall
 from meshnet.tracker.placement import Chosen, Placement
 from meshnet.tracker.planning import ModelRouting, View, route_stages
+from meshnet.tracker.prefixes import Prefixes
 from meshnet.tracker.recorder import Recorder
 from meshnet.tracker.roster import Roster
-from meshnet.tracker.running import Order, Result, Run
+from meshnet.tracker.running import Result, Run
+from meshnet.tracker.seat import Order, Seat
 from meshnet.tracker.settings import TrackerSettings
 from meshnet.tracker.settlement import Settlement
 from meshnet.tracker.shelf import Shelf
@@ -77,6 +79,7 @@ class Orchestrator:
         self._key = Ed25519PrivateKey.from_private_bytes(books.mesh.signing_secret)
         self.checker = Checker(books, roster, placement, heads, recorder.console, self.sign)
         self._settlement = Settlement(books, self.checker)
+        self._prefixes = Prefixes(roster.clock)
         self._runs: dict[str, Run] = {}
         roster.on_gone(self._node_gone)
 
@@ -119,9 +122,9 @@ class Orchestrator:
                 503, error.message, type="server_error", code=error.code, retry_after=error.retry_after
             ) from error
         if isinstance(reserved, Refusal):
-            self.recorder.metrics.refused.labels(reserved.code).inc()
             raise as_api_error(reserved)
         fallback = self.settings.fallback_models.get(model.model_id)
+        turn = self._prefixes.hashes(prefix_key, model.model_id, request)
         order = Order(
             call_id=call_id,
             kind=kind,
@@ -135,6 +138,8 @@ class Orchestrator:
             prefix_key=prefix_key,
             forced=forced,
             fallback=fallback,
+            cached_tokens=self._prefixes.find(turn),
+            turn=tuple(turn),
         )
         live = LiveCall(
             call_id=call_id,
@@ -154,7 +159,7 @@ class Orchestrator:
             live,
             make_sink(call_id, model),
             calls.State(rules),
-            model.model_id,
+            Seat(order, live, self.placement, self.recorder, self.settings, model.model_id),
             Gathered(request.n),
         )
         self._runs[call_id] = run
@@ -167,6 +172,7 @@ class Orchestrator:
             return await accepted.run.go()
         finally:
             self._runs.pop(accepted.run.order.call_id, None)
+            self.recorder.metrics.sent.inc(accepted.run.sink.sent_bytes)
 
     def cancel(self, call_id: str, code: str, message: str) -> bool:
         """Ends a call that runs. False when there is none of that id."""
@@ -241,9 +247,14 @@ class Orchestrator:
 
     async def settle(self, run: Run, result: Result) -> None:
         self.placement.took(time.monotonic() - run.live.accepted_at)
+        if result.end.outcome == "complete" and result.chosen is not None:
+            nodes = tuple(stage.node_id for stage in result.chosen.stages)
+            tokens = run.live.prompt_tokens + result.gathered.tokens
+            self._prefixes.remember(list(run.order.turn), nodes, tokens)
         await self._settlement.settle(run, result)
 
     def _node_gone(self, node_id: str, reason: str) -> None:
+        self._prefixes.forget_node(node_id)
         for run in list(self._runs.values()):
             run.node_gone(node_id, reason)
 

@@ -13,45 +13,25 @@ import structlog
 
 from meshnet.protocol.calls import AnyEvent, CallError, Done, GenerateCall, LostNode, Reroute
 from meshnet.protocol.errors import ApiError
-from meshnet.routing import RoutingRequest
 from meshnet.tracker import calls
+from meshnet.tracker.attempt import Attempt, Disturbed, Silent
 from meshnet.tracker.gathering import BadEvent, Gathered
-from meshnet.tracker.heads import HeadError, Heads, HeadStream
+from meshnet.tracker.heads import HeadError, Heads
 from meshnet.tracker.live import LiveCall
-from meshnet.tracker.members import Node
-from meshnet.tracker.placement import Chosen, Job, NoPlace, Placement
+from meshnet.tracker.placement import Chosen, NoPlace, Placement
 from meshnet.tracker.recorder import Recorder
-from meshnet.tracker.reservations import Need
 from meshnet.tracker.roster import Roster
+from meshnet.tracker.seat import Order, Seat
 from meshnet.tracker.settings import TrackerSettings
 from meshnet.tracker.sinks import Sink
 
 REPAIR_PAUSE_S = 0.05
 BUSY_PAUSE_S = 0.25
-POSITION_S = 1.0
 MARGIN_S = 2.0
 """Beyond a node's own deadline: the head is to report a wedged peer before it is blamed itself."""
+FOREVER_S = 1e9
 
 log = structlog.get_logger("meshnet.calls")
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """An accepted call: what is to be run, for whom, within which limits."""
-
-    call_id: str
-    kind: str
-    model: str
-    key: str
-    request: dict[str, Any] = field(repr=False)
-    n: int
-    seed: int
-    max_tokens: int
-    prompt_tokens: int
-    """As counted, or as estimated before any node has seen the prompt."""
-    prefix_key: str
-    forced: tuple[str, ...] = ()
-    fallback: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +42,7 @@ class Result:
     model: str
     gathered: Gathered
     chosen: Chosen | None
+    numerics: dict[str, str]
 
 
 class Surroundings(Protocol):
@@ -88,19 +69,14 @@ class Run:
     live: LiveCall
     sink: Sink
     state: calls.State
-    model: str
+    seat: Seat
     gathered: Gathered
-    chosen: Chosen | None = None
-    stream: HeadStream | None = None
+    attempt: Attempt | None = None
     lost_why: str = ""
-    numerics: dict[str, str] = field(default_factory=dict)
-    """Numerics class of every node that took part."""
     _task: asyncio.Task[Any] | None = None
-    _scope: asyncio.Timeout | None = None
     _interrupt: calls.Cancelled | None = None
     _gone: dict[str, str] = field(default_factory=dict)
     _finishing: bool = False
-    _heard_at: float = 0.0
 
     # ------------------------------------------------------------ from outside
 
@@ -117,8 +93,8 @@ class Run:
         """The mesh lost a node of the route, perhaps before the head has noticed."""
         if node_id in self.state.nodes and not self._finishing:
             self._gone[node_id] = reason
-            if self._scope is not None and not self._scope.expired():
-                self._scope.reschedule(asyncio.get_running_loop().time())
+            if self.attempt is not None:
+                self.attempt.disturb()
 
     # ------------------------------------------------------------ the loop
 
@@ -144,9 +120,8 @@ class Run:
 
     async def _interrupted(self) -> Result:
         wanted = self._interrupt is not None
-        end = self._end(
-            self._interrupt or calls.Cancelled("shutdown", "the tracker shuts down", failed_with=503)
-        )
+        shutdown = calls.Cancelled("shutdown", "the tracker shuts down", failed_with=503)
+        end = self._end(self._interrupt or shutdown)
         if wanted and self._task is not None:
             self._task.uncancel()
         result = await self._finish(end)
@@ -190,78 +165,46 @@ class Run:
 
     # ------------------------------------------------------------ routes
 
-    def _job(self, without: frozenset[str], *, urgent: bool) -> Job:
-        order = self.order
-        positions = order.prompt_tokens + order.max_tokens
-        views = self.tracker.placement.views(self.model)
-        if views:
-            positions = min(positions, min(view.n_ctx for view in views))
-        return Job(
-            call_id=order.call_id,
-            key=order.key,
-            model=self.model,
-            need=Need(order.n, order.n * positions),
-            request=RoutingRequest(None, order.prompt_tokens, max(1, order.max_tokens)),
-            excluded=dict.fromkeys(without, "failed this call"),
-            forced=order.forced if not urgent else (),
-            urgent=urgent,
-        )
-
     async def _place(self, without: frozenset[str], avoid: frozenset[str] = frozenset()) -> calls.Event:
         """A route for the whole model. `avoid` is passed over first, then waited for."""
-        before, self.stream = self.stream, None
-        if before is not None:
-            before.close()
-        urgent = self.state.repairing
-        lost, failed = self.chosen, self.state.head
-        if urgent:
-            # What the call held on the failed route is given back; it goes to the front of the queue.
-            self.tracker.placement.release(self.order.call_id)
+        self._drop_attempt()
+        failed = self.state.head
         try:
-            chosen = await self._find(without | avoid, urgent)
-        except NoPlace as error:
-            if not avoid or error.code != "no_route":
-                return calls.NoPlace(error.status, error.code, error.message)
-            await asyncio.sleep(BUSY_PAUSE_S)
             try:
-                chosen = await self._find(without, urgent)
-            except NoPlace as again:
-                return calls.NoPlace(again.status, again.code, again.message)
-        self._chose(chosen, lost if urgent else None, failed)
+                chosen = await self._find(without | avoid)
+            except NoPlace as error:
+                if not avoid or error.code != "no_route":
+                    raise
+                await asyncio.sleep(BUSY_PAUSE_S)
+                chosen = await self._find(without)
+        except NoPlace as error:
+            return calls.NoPlace(error.status, error.code, error.message)
+        self._chose(chosen, failed if self.state.repairing else "")
         return calls.Placed(tuple(stage.node_id for stage in chosen.stages))
 
-    async def _find(self, without: frozenset[str], urgent: bool) -> Chosen:
-        """Waits in turn for room. Raises NoPlace."""
-        placement, settings = self.tracker.placement, self.tracker.settings
-        loop = asyncio.get_running_loop()
-        longest = settings.park_s if urgent else settings.queue_wait_s
-        begun = kept_alive = loop.time()
-        future = placement.submit(self._job(without, urgent=urgent))
-        if not future.done() and not urgent:
-            self._step(calls.Queued())
-        while not future.done():
-            self.tracker.recorder.queued(self.live, placement.position(self.order.call_id))
-            left = begun + longest - loop.time()
-            if left <= 0:
-                placement.release(self.order.call_id)
-                raise NoPlace(503, "queue_timeout", f"no room within {longest:g} s; the mesh is busy")
-            await asyncio.wait({future}, timeout=min(left, settings.keepalive_s, POSITION_S))
-            if not future.done() and loop.time() - kept_alive >= settings.keepalive_s:
-                kept_alive = loop.time()
-                await self._deliver(self.sink.keep_alive("queued", f"position {self.live.queue_position}"))
-        return future.result()
+    async def _find(self, without: frozenset[str]) -> Chosen:
+        urgent = self.state.repairing
+
+        def waits() -> None:
+            if not urgent:
+                self._step(calls.Queued())
+
+        async def keep_alive(position: str) -> None:
+            await self._deliver(self.sink.keep_alive("queued", position))
+
+        return await self.seat.find(without, urgent=urgent, waits=waits, keep_alive=keep_alive)
 
     async def _repair(self, wanted: calls.Repair) -> calls.Event:
         """Substitutes for lost nodes; the head goes on where it stays the head."""
-        assert self.chosen is not None
-        lost = self.chosen
+        lost = self.seat.chosen
+        assert lost is not None
         culprit = next(s.node_id for s in lost.stages if s.node_id in wanted.lost)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.tracker.settings.park_s
         avoid = wanted.avoid
         while True:
             try:
-                chosen = self._substitutes(lost, wanted.lost, wanted.without | avoid, culprit)
+                chosen = self.seat.substitutes(wanted.lost, wanted.without | avoid, culprit)
                 break
             except NoPlace as error:
                 if (not error.retry_after and not avoid) or loop.time() >= deadline:
@@ -270,82 +213,58 @@ class Run:
             await asyncio.sleep(BUSY_PAUSE_S if avoid else REPAIR_PAUSE_S)
             avoid = frozenset()
             if self.state.head in self._gone:
-                return calls.HeadFailed("lost", self._gone.pop(self.state.head))
+                return self._head_failed("lost", self._gone.pop(self.state.head))
         same = chosen.stages[0].node_id == lost.stages[0].node_id
-        self._chose(chosen, lost, culprit)
+        self._chose(chosen, culprit)
         return calls.Placed(tuple(stage.node_id for stage in chosen.stages), same_head=same)
 
-    def _substitutes(
-        self,
-        lost: Chosen,
-        failed: frozenset[str],
-        without: frozenset[str],
-        culprit: str,
-        ask_only: bool = False,
-    ) -> Chosen:
-        return self.tracker.placement.repair(
-            self._job(without, urgent=True),
-            lost.stages,
-            failed,
-            self.numerics.get(culprit, ""),
-            lost.view.engine_version,
-            ask_only=ask_only,
-        )
-
-    def _chose(self, chosen: Chosen, before: Chosen | None, failed: str) -> None:
+    def _chose(self, chosen: Chosen, failed: str) -> None:
+        """`failed` names the node whose loss made another route necessary; empty for the first one."""
         recorder, live = self.tracker.recorder, self.live
-        if before is not None:
-            live.numerics_changed = live.numerics_changed or self._numerics_differ(before, chosen)
-            live.reroutes += 1
-        self.chosen = chosen
+        before = self.seat.chosen
+        if self.seat.take(chosen):
+            live.numerics_changed = True
         self._gone.clear()
         live.stages = chosen.stages
         live.stage_times = ()
-        self.numerics.update({s.node_id: chosen.view.numerics[s.node_id] for s in chosen.stages})
         self.sink.route(recorder.route(chosen.stages))
-        if before is not None:
+        if failed and before is not None:
+            live.reroutes += 1
             recorder.rerouted(live, before.stages, failed, self.lost_why or "it failed", chosen.reason)
         else:
             recorder.route_selected(live, chosen.reason, dict(chosen.view.addresses))
 
-    def _numerics_differ(self, before: Chosen, after: Chosen) -> bool:
-        """True when some layer now runs in another numerics class than it did."""
-        old = {layer: self.numerics[s.node_id] for s in before.stages for layer in _layers(s)}
-        new = {layer: after.view.numerics[s.node_id] for s in after.stages for layer in _layers(s)}
-        return any(new.get(layer) != numerics for layer, numerics in old.items())
-
     async def _use_fallback(self) -> calls.Event:
         fallback = self.order.fallback
         assert fallback is not None
-        self.model = self.live.model = fallback
+        self.seat.model = self.live.model = fallback
+        self.seat.chosen = None
         self.live.degraded = True
         self.live.note("degraded", model=fallback)
         self.sink.use_model(fallback)
         self.gathered.forget()
-        self.chosen = None
         return await self._place(frozenset())
 
     # ------------------------------------------------------------ the head
 
-    def _head(self) -> Node | None:
-        assert self.chosen is not None
-        node = self.tracker.roster.state.nodes.get(self.chosen.stages[0].node_id)
-        return node if node is not None and node.connected else None
+    def _sign(self) -> str:
+        assert self.seat.chosen is not None
+        return self.tracker.sign(self.order.call_id, self.seat.model, self.state.epoch, self.seat.chosen)
 
     async def _open(self) -> calls.Event:
-        assert self.chosen is not None
         order, gathered = self.order, self.gathered
         gathered.attempt += 1
-        node = self._head()
-        if node is None:
+        node = self.tracker.roster.state.nodes.get(self.state.head)
+        if node is None or not node.connected:
             return self._head_failed("lost", "it left the mesh")
+        self.attempt = Attempt(self.tracker.heads, node.http_url)
         request = GenerateCall(
             call_id=order.call_id,
             epoch=self.state.epoch,
             kind=order.kind,
-            model=self.model,
+            model=self.seat.model,
             request=order.request,
-            ticket=self.tracker.sign(order.call_id, self.model, self.state.epoch, self.chosen),
+            ticket=self._sign(),
             seed=order.seed,
             max_tokens=order.max_tokens,
             prefix_key=order.prefix_key,
@@ -354,69 +273,45 @@ class Run:
             spans=gathered.spans,
         )
         try:
-            async with asyncio.timeout(self.tracker.settings.first_event_s) as self._scope:
-                self.stream = await self.tracker.heads.open(node.http_url, request)
-        except TimeoutError:
-            return self._silent(self.tracker.settings.first_event_s)
-        except HeadError as error:
-            return self._refusal(error)
-        finally:
-            self._scope = None
+            await self.attempt.open(request, self.tracker.settings.first_event_s)
+        except (Silent, Disturbed, HeadError) as error:
+            return self._attempt_failed(error)
         self._step(calls.Connected())
         self.tracker.recorder.connected(self.live)
         return await self._consume()
 
     async def _reroute(self) -> calls.Event:
-        assert self.chosen is not None
-        order = self.order
-        node = self._head()
-        if node is None:
-            return self._head_failed("lost", "it left the mesh")
+        assert self.attempt is not None
         request = Reroute(
-            epoch=self.state.epoch,
-            ticket=self.tracker.sign(order.call_id, self.model, self.state.epoch, self.chosen),
-            failed=tuple(sorted(self.state.excluded)),
+            epoch=self.state.epoch, ticket=self._sign(), failed=tuple(sorted(self.state.excluded))
         )
         try:
-            async with asyncio.timeout(self.tracker.settings.first_event_s) as self._scope:
-                await self.tracker.heads.reroute(node.http_url, order.call_id, request)
-        except TimeoutError:
-            return self._silent(self.tracker.settings.first_event_s)
+            await self.attempt.reroute(self.order.call_id, request, self.tracker.settings.first_event_s)
+        except (Silent, Disturbed) as error:
+            return self._attempt_failed(error)
         except HeadError as error:
             return self._head_failed(error.code, error.message)
-        finally:
-            self._scope = None
         return await self._consume()
 
     async def _consume(self) -> calls.Event:
         """Reads the head's events until something happens that the state machine decides on."""
-        assert self.stream is not None
-        loop = asyncio.get_running_loop()
+        attempt = self.attempt
+        assert attempt is not None
         keepalive_s = self.tracker.settings.keepalive_s
-        self._heard_at = loop.time()
         while True:
-            patience = self._patience()
-            quiet = patience - (loop.time() - self._heard_at)
             try:
-                async with asyncio.timeout(
-                    quiet if self.sink.started else min(quiet, keepalive_s)
-                ) as self._scope:
-                    events = await self.stream.read()
-            except TimeoutError:
+                events = await attempt.read(self._patience(), FOREVER_S if self.sink.started else keepalive_s)
+            except Disturbed:
                 decision = self._lost_in_mesh()
                 if decision is not None:
                     return decision
-                if loop.time() - self._heard_at >= patience:
-                    return self._silent(patience)
+                continue
+            except (Silent, HeadError) as error:
+                return self._attempt_failed(error)
+            if events is None:
                 progress = f"{self.live.prefill_done}/{self.live.prompt_tokens}"
                 await self._deliver(self.sink.keep_alive("prefill", progress))
                 continue
-            except HeadError as error:
-                return self._head_failed(error.code, self._gone.get(self.state.head, error.message))
-            finally:
-                self._scope = None
-            if not events:
-                return self._head_failed("unreachable", "it ended its stream before the call's end")
             try:
                 counted, fresh, final = self.gathered.take(events, self.live)
             except BadEvent as error:
@@ -426,22 +321,33 @@ class Run:
                 await self._deliver(self.sink.send(events[:counted]))
             if final is not None:
                 return self._decide(final)
-            self._heard_at = loop.time()
+            attempt.heard()
 
-    def _lost_in_mesh(self) -> calls.Event | None:
-        """What to do about nodes that the mesh has lost: a head is left, others only if replaceable."""
-        if not self._gone:
-            return None
+    def _attempt_failed(self, error: Silent | Disturbed | HeadError) -> calls.Event:
         head = self.state.head
         if head in self._gone:
             return self._head_failed("lost", self._gone.pop(head))
+        match error:
+            case Silent():
+                return self._head_failed("deadline", str(error))
+            case Disturbed():
+                return self._head_failed("lost", "a node of the route was lost while it was opened")
+            case HeadError():
+                return self._refusal(error)
+
+    def _lost_in_mesh(self) -> calls.Event | None:
+        """What to do about nodes that the mesh has lost: a head is left, others only if replaceable."""
+        head = self.state.head
+        if head in self._gone:
+            return self._head_failed("lost", self._gone.pop(head))
+        if not self._gone:
+            return None
         node_id, reason = self._gone.popitem()
-        assert self.chosen is not None
         try:
             failed = self.state.excluded | {node_id}
-            self._substitutes(self.chosen, frozenset({node_id}), failed, node_id, ask_only=True)
+            self.seat.substitutes(frozenset({node_id}), failed, node_id, ask_only=True)
         except NoPlace:
-            # It may be the tracker alone that lost it: as long as the head says nothing, the call goes on.
+            # It may be the tracker alone that lost it: while the head says nothing, the call goes on.
             return None
         return self._node_lost(node_id, "lost", reason)
 
@@ -490,17 +396,8 @@ class Run:
         settings = self.tracker.settings
         if self.live.first_token_at is not None and not self.state.repairing:
             return settings.decode_deadline_s + MARGIN_S
-        assert self.chosen is not None
-        times = self.chosen.view.times
-        per_row = sum(times[s.node_id].prefill_ms_per_token_layer * s.layers for s in self.chosen.stages)
         rows = max(self.order.prompt_tokens, self.live.prompt_tokens) + self.live.output_tokens
-        return settings.first_event_s + MARGIN_S + 4 * per_row * rows / 1000
-
-    def _silent(self, seconds: float) -> calls.Event:
-        head = self.state.head
-        if head in self._gone:
-            return self._head_failed("lost", self._gone.pop(head))
-        return self._head_failed("deadline", f"nothing came from it for {seconds:.1f} s")
+        return settings.first_event_s + MARGIN_S + 4 * self.seat.prefill_ms(rows) / 1000
 
     def _node_lost(self, node_id: str, code: str, message: str) -> calls.Event:
         if node_id in self.state.nodes:
@@ -525,15 +422,14 @@ class Run:
         """Gives everything back, settles, then lets the client see the end."""
         self._finishing = True
         live, recorder = self.live, self.tracker.recorder
-        if end.outcome == "complete" and self.stream is not None:
-            self.stream.finish()
-            self.stream = None
+        if end.outcome == "complete" and self.attempt is not None:
+            self.attempt.finish()
         self._let_go()
         live.phase = self.state.phase
         if end.outcome == "complete":
             reasons = {ended.reason for ended in self.gathered.ends.values()}
             live.finish_reason = reasons.pop() if len(reasons) == 1 else "mixed"
-        result = Result(end, self.model, self.gathered, self.chosen)
+        result = Result(end, self.seat.model, self.gathered, self.seat.chosen, self.seat.numerics)
         recorder.progress(live, time.monotonic(), force=live.output_tokens > 0)
         recorder.ended(live, end)
         await self.tracker.settle(self, result)
@@ -553,16 +449,15 @@ class Run:
         except (TimeoutError, OSError):
             log.info("the end of a call could not be delivered", call_id=self.order.call_id)
 
+    def _drop_attempt(self) -> None:
+        attempt, self.attempt = self.attempt, None
+        if attempt is not None:
+            attempt.close()
+
     def _let_go(self) -> None:
         """Frees slots, room and the way to the head. Safe to call twice."""
-        if self.stream is not None:
-            self.stream.close()
-            self.stream = None
-        self.tracker.placement.release(self.order.call_id)
-
-
-def _layers(stage: Any) -> range:
-    return range(stage.start_layer, stage.end_layer + 1)
+        self._drop_attempt()
+        self.seat.give_up()
 
 
 def as_error(end: calls.End, retry_after: int | None) -> ApiError:

@@ -75,7 +75,7 @@ class Settlement:
             spans=gathered.spans,
             route=route,
             stages=result.chosen.stages,
-            numerics=frozenset(run.numerics[node_id] for node_id in route),
+            numerics=frozenset(result.numerics[node_id] for node_id in route),
             kept_at=now,
         )
         self._checker.put(evidence)

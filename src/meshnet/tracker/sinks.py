@@ -30,6 +30,9 @@ class Sink(Protocol):
     def shows(self) -> bool:
         """Whether the client sees tokens as they come."""
 
+    @property
+    def sent_bytes(self) -> int: ...
+
     async def send(self, events: Sequence[AnyEvent]) -> None: ...
 
     async def keep_alive(self, phase: str, detail: str) -> None: ...
