@@ -176,7 +176,8 @@ REFUSED: list[tuple[Any, str, str]] = [
     ({"type": ["null", "null"]}, "'type' must be one of", "/type"),
     ({"pattern": "["}, "pattern", ""),
     ({"enum": [1], "minimum": "x"}, "'minimum'", "/minimum"),
-    ({"enum": [4], "multipleOf": "yes"}, "cannot be applied", ""),
+    ({"enum": [4], "multipleOf": "yes"}, "'multipleOf' cannot be 'yes'", ""),
+    ({"enum": ["x"], "format": "uri"}, "'format' cannot be 'uri'", ""),
     ({"enum": ["a" * 40 + "!"], "pattern": "^(a+)+$"}, "pattern", ""),
     ({"const": {"a": 1}, "properties": {"a": {"type": "null"}}}, "properties", ""),
 ]

@@ -21,9 +21,10 @@ from protocol.schema_cases import HELD, NODE, REFUSED, random_schema
 
 from meshnet.protocol.errors import ApiError, SchemaError
 from meshnet.protocol.schema import check_schema, schema_grammar
+from meshnet.protocol.schema_values import TRIED, holds
 
 Check = jsonschema.Draft202012Validator.FORMAT_CHECKER
-FORMATS = ("date", "time", "date-time", "uuid", "ipv4", "ipv6")
+CHECKED_FORMATS = ("date", "time", "date-time", "uuid", "ipv4", "ipv6")
 
 
 def validates(schema: Any, text: str) -> bool:
@@ -126,7 +127,7 @@ def test_refusals_name_keyword_and_path(index: int) -> None:
     assert (f" at '#{path}'" in error.message) == bool(path)
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", CHECKED_FORMATS)
 def test_formats_are_what_they_say(form: str) -> None:
     sampler = Sampler(schema_grammar({"type": "string", "format": form}))
     rng = random.Random(form)
@@ -160,6 +161,32 @@ def test_patterns_match_in_python_and_in_spirit() -> None:
         rng = random.Random(1)
         for _ in range(100):
             assert re.search(pattern, json.loads(sampler.sample(rng)))
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.floats(-3, 3) | st.text("ab-1", max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab", max_size=1), inner, max_size=2),
+    max_leaves=4,
+)
+ASKED: dict[str, st.SearchStrategy[Any]] = {
+    "type": st.sampled_from(["integer", "number", "string", ["null", "array"], ["object", "integer"]]),
+    "const": VALUES,
+    "enum": st.lists(VALUES, min_size=1, max_size=3),
+    "multipleOf": st.sampled_from([1, 2, 0.5, 0.1]),
+    "uniqueItems": st.booleans(),
+    "required": st.lists(st.text("ab", max_size=1), max_size=2),
+}
+
+
+@given(VALUES, st.data())
+def test_values_are_tried_as_jsonschema_tries_them(value: Any, data: st.DataObject) -> None:
+    keyword = data.draw(st.sampled_from(sorted(set(TRIED) - {"format"})))
+    number = (
+        st.integers(0, 3) if "Length" in keyword or "I" in keyword or "P" in keyword else st.floats(-3, 3)
+    )
+    asked = data.draw(ASKED.get(keyword, number))
+    ours = holds(value, keyword, asked)
+    assert ours == jsonschema.Draft202012Validator({keyword: asked}).is_valid(value)
 
 
 def test_annotations_and_extensions_change_nothing() -> None:

@@ -13,7 +13,6 @@ from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote
 
-import jsonschema
 import msgspec
 
 from meshnet.protocol.errors import ApiError, SchemaError
@@ -22,6 +21,7 @@ from meshnet.protocol.pattern import CHAR, pattern_rule
 from meshnet.protocol.schema_formats import FORMATS
 from meshnet.protocol.schema_merge import ANNOTATIONS, exclusive, merge
 from meshnet.protocol.schema_shape import check_shape, step
+from meshnet.protocol.schema_values import TRIED, exact, holds
 
 _WS = '(" " | "\\n" [ \\t]{0,20})?'
 _COMMA = f'"," {_WS}'
@@ -39,10 +39,6 @@ _STRING = frozenset(["minLength", "maxLength", "pattern", "format"])
 _NUMBER = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
 _ANY_TYPE = frozenset(["type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref"])
 _HELD = ANNOTATIONS | _OBJECT | _ARRAY | _STRING | _NUMBER | _ANY_TYPE
-_TRIED = _NUMBER | {
-    *("type", "const", "enum", "multipleOf", "minLength", "maxLength", "minItems", "maxItems", "uniqueItems"),
-    *("required", "minProperties", "maxProperties"),
-}
 _NOTHING: dict[str, Any] = {
     "uniqueItems": False,
     "minProperties": 0,
@@ -198,10 +194,11 @@ class SchemaRules:
         values = [schema["const"]] if main == "const" else schema["enum"]
         if len(values) > _MAX_VALUES:
             raise SchemaError(f"enum has more than {_MAX_VALUES} values", path, main)
-        rest = {key: value for key, value in schema.items() if key in _TRIED - {main} or key == "format"}
-        draft = jsonschema.Draft202012Validator
-        validator = draft(rest, format_checker=draft.FORMAT_CHECKER)
-        valid = [value for value in values if not rest or _validates(validator, value, path)]
+        beside = [(key, asked) for key, asked in schema.items() if key in TRIED and key != main]
+        try:
+            valid = [value for value in values if all(holds(value, key, asked) for key, asked in beside)]
+        except (ValueError, TypeError) as error:
+            raise SchemaError(str(error), path, main) from None
         if not valid:
             raise SchemaError(f"no value of {main} validates against the rest of the schema", path, main)
         texts = [literal(_json(value)) for value in valid]
@@ -431,11 +428,9 @@ class SchemaRules:
 
 
 def _refuse_beside_constants(schema: dict[str, Any], path: str) -> None:
-    """What the values can be tried against at once. No patterns: Python's `re` takes for ever over some."""
-    for keyword, value in schema.items():
-        if keyword in ANNOTATIONS or keyword in _TRIED or keyword.startswith("x-"):
-            continue
-        if keyword == "format" and value in FORMATS:
+    """Only what the values can be tried against at once."""
+    for keyword in schema:
+        if keyword in ANNOTATIONS or keyword in TRIED or keyword.startswith("x-"):
             continue
         raise SchemaError(f"constants with '{keyword}' beside them cannot be held", path, keyword)
 
@@ -462,22 +457,10 @@ def _bound(inclusive: Any, exclusive: Any, tighter: Any) -> tuple[Fraction | Non
     if inclusive is None and exclusive is None:
         return None, False
     if inclusive is None:
-        return _exact(exclusive), True
+        return exact(exclusive), True
     if exclusive is None or (tighter(inclusive, exclusive) == inclusive and inclusive != exclusive):
-        return _exact(inclusive), False
-    return _exact(exclusive), True
-
-
-def _exact(value: float) -> Fraction:
-    """The decimal that was written (0.1, not the double next to it): texts are compared with texts."""
-    return Fraction(repr(value))
-
-
-def _validates(validator: Any, value: Any, path: str) -> bool:
-    try:
-        return bool(validator.is_valid(value))
-    except (TypeError, ValueError, ArithmeticError) as error:  # a keyword's value of another kind
-        raise SchemaError(f"the schema cannot be applied: {error}", path) from None
+        return exact(inclusive), False
+    return exact(exclusive), True
 
 
 def _json(value: Any) -> str:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from meshnet.protocol.errors import SchemaError
 from meshnet.protocol.schema_shape import TYPES
+from meshnet.protocol.schema_values import equal, type_of
 
 ANNOTATIONS = frozenset(
     [
@@ -29,7 +28,7 @@ def merge(a: Any, b: Any, path: str, keyword: str) -> Any:
         return False
     joined = {**b, **a}
     for key in a.keys() & b.keys():
-        if key not in ANNOTATIONS and not _equal(a[key], b[key]):
+        if key not in ANNOTATIONS and not equal(a[key], b[key]):
             joined[key] = _both(key, a[key], b[key], path, keyword)
     if "prefixItems" in joined and ("items" in a) != ("items" in b):
         raise SchemaError(f"{keyword} with items on one side and prefixItems cannot be held", path, keyword)
@@ -54,7 +53,7 @@ def _both(key: str, a: Any, b: Any, path: str, keyword: str) -> Any:
             raise SchemaError(f"no type is allowed on both sides of {keyword}", path, keyword)
         return common
     if key == "enum":
-        return [value for value in a if any(_equal(value, other) for other in b)]
+        return [value for value in a if any(equal(value, other) for other in b)]
     if key in ("properties", "additionalProperties"):
         return a  # by _merge_properties
     raise SchemaError(f"{keyword} with '{key}' on both sides cannot be held", path, keyword)
@@ -102,7 +101,7 @@ def types_of(schema: dict[str, Any]) -> frozenset[str]:
     """The types that a schema allows as far as it says so itself."""
     values = _values(schema)
     if values is not None:
-        return frozenset(_type_of(value) for value in values)
+        return frozenset(type_of(value) for value in values)
     kinds = schema.get("type", TYPES)
     return frozenset([kinds] if isinstance(kinds, str) else kinds)
 
@@ -117,30 +116,7 @@ def _values(schema: Any) -> list[Any] | None:
 
 
 def _disjoint(a: list[Any], b: list[Any]) -> bool:
-    return not any(_equal(one, two) for one in a for two in b)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """JSON's equality: true is not 1, while 1 is 1.0."""
-    if isinstance(a, bool) or isinstance(b, bool):
-        return a is b
-    if isinstance(a, (int, float)) and isinstance(b, (int, float)):
-        return a == b
-    if isinstance(a, (list, dict)) and isinstance(b, (list, dict)):
-        return _canonical(a) == _canonical(b)
-    return type(a) is type(b) and bool(a == b)
-
-
-def _canonical(value: Any) -> bytes:
-    return msgspec.json.encode(_whole(value), order="deterministic")
-
-
-def _whole(value: Any) -> Any:
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, list):
-        return [_whole(item) for item in value]
-    return {key: _whole(item) for key, item in value.items()} if isinstance(value, dict) else value
+    return not any(equal(one, two) for one in a for two in b)
 
 
 def _admits(types: Any, kind: str) -> bool:
@@ -152,15 +128,3 @@ def _overlaps(kind: str, kinds: frozenset[str]) -> bool:
     if kind in ("number", "integer"):
         return bool(kinds & {"number", "integer"})
     return kind in kinds
-
-
-def _type_of(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, (int, float)):
-        return "number"
-    if isinstance(value, str):
-        return "string"
-    return "array" if isinstance(value, list) else "object"
