@@ -27,9 +27,7 @@ from meshnet.routing.checks import LayerRange
 from meshnet.routing.route import Stage
 
 Label = tuple[int, int, tuple[str, ...], tuple[int, ...]]
-"""Units of 1e-9 ms (each stage with a hop), number of stages, node ids, ends negated: compared as it
-stands.
-"""
+"""Units of 1e-9 ms (a hop with each stage), stages, node ids, ends negated: compared as it stands."""
 
 Offer = tuple[int, str]
 """What a stage costs in units, and the node that runs it: compared as it stands."""
@@ -55,8 +53,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Narrows a search to the routes whose node ids start with `prefix` and do not go on with any in
-    `barred`.
+    """Narrows a search to routes whose node ids start with `prefix` and do not go on with one in `barred`.
 
     `END` in `barred` stands for stopping after the prefix.
     """
@@ -119,8 +116,7 @@ def _after(
         runner, longer = by_id[node_id], dict[int, Label]()
         for begin, label in labels.items():
             for end in exits(runner.shards, runner.mid_shard_entry, begin, window[1]):
-                least = _extended(label, runner.units + hop, node_id, end, longer.get(end))
-                longer[end] = _least(least, longer.get(end))
+                longer[end] = _extended(label, runner.units + hop, node_id, end, longer.get(end))
         labels = longer
     return labels
 
@@ -131,8 +127,7 @@ class _Front:
     def __init__(self, window: LayerRange, runners: Iterable[Runner], hop: int) -> None:
         self.edges = _Edges(window, runners)
         self.hop = hop
-        self.entries: dict[int, Label] = {}
-        self.chained: list[dict[int, Label]] = [{} for _ in self.edges.chains]
+        self.entries: dict[int, Label | None] = {}
 
     def reach(self, border: int, opened: Mapping[int, Label], least: Label | None) -> Label | None:
         """The lesser of `least` and what one more stage, entered at a border in `opened`, makes of its label.
@@ -146,36 +141,29 @@ class _Front:
                 least = _extended(label, units + hop, node_id, border, least)
         before = opened.get(border - 1)
         if border - 1 in edges.anywhere:
-            self.entries[border - 1] = _least(before, None)
+            self.entries[border - 1] = before
         for begin, label in self.entries.items():
-            if before is not None and before < label:
+            if before is not None and (label is None or before < label):
                 self.entries[begin] = label = before
-            offers = edges.anywhere[begin]
-            if border in offers and label is not UNREACHED:
-                units, node_id = offers[border]
+            offer = edges.anywhere[begin].get(border)
+            if offer is not None and label is not None:
+                units, node_id = offer
                 least = _extended(label, units + hop, node_id, border, least)
-        for index, begin in edges.chain_ends.get(border, ()):
-            labels = self.chained[index]
-            entered = _least(opened.get(begin), labels.get(begin))
-            if entered is UNREACHED:
+        for labels, begin, units, node_id in edges.chains.get(border, ()):
+            entered, stayed = opened.get(begin), labels.get(begin)
+            if stayed is not None and (entered is None or stayed < entered):
+                entered = stayed
+            if entered is None:
                 continue
-            labels[border] = _least(entered, labels.get(border))
-            runner = edges.chains[index]
-            least = _extended(labels[border], runner.units + hop, runner.node_id, border, least)
+            known = labels.get(border)
+            if known is None or entered < known:
+                labels[border] = entered
+            if least is None or entered[0] + units + hop <= least[0]:
+                least = _extended(entered, units + hop, node_id, border, least)
         return least
 
 
-UNREACHED: Label = (1 << 4096, 0, (), ())
-"""Stands for a border no path reaches; above any label."""
-
-
-def _least(a: Label | None, b: Label | None) -> Label:
-    if a is None:
-        return UNREACHED if b is None else b
-    return a if b is None or a < b else b
-
-
-def _extended(label: Label, units: int, node_id: str, border: int, least: Label | None) -> Label | None:
+def _extended(label: Label, units: int, node_id: str, border: int, least: Label | None) -> Label:
     """The lesser of `least` and `label` with one more stage; builds the new label only where it may win."""
     total = label[0] + units
     if least is not None and (total > least[0] or (total == least[0] and label[1] >= least[1])):
@@ -198,15 +186,14 @@ class _Edges:
     whole[end][begin]     the best offer for exactly `begin -> end`, of shards that adjoin no other of their
                           node
     anywhere[begin][end]  the best offer of nodes that enter anywhere from `begin` on and reach at least `end`
-    chains                nodes whose whole shards adjoin; chain_ends[end] lists (index, begin) of their edges
+    chains[end]           the edges of nodes whose whole shards adjoin: (its labels, begin, units, node)
     """
 
     def __init__(self, window: LayerRange, runners: Iterable[Runner]) -> None:
         first, last = window
         self.whole: dict[int, dict[int, Offer]] = {}
         self.anywhere: dict[int, dict[int, Offer]] = {}
-        self.chains: list[Runner] = []
-        self.chain_ends: dict[int, list[tuple[int, int]]] = {}
+        self.chains: dict[int, list[tuple[dict[int, Label], int, int, str]]] = {}
         distinct: dict[tuple[bool, tuple[LayerRange, ...]], Runner] = {}
         for runner in runners:
             key = (runner.mid_shard_entry, runner.shards)
@@ -222,9 +209,10 @@ class _Edges:
                 continue
             inside = {(a, b + 1) for a, b in runner.shards if first <= a and b <= last}
             if {a for a, _ in inside} & {b for _, b in inside}:
+                labels: dict[int, Label] = {}
                 for begin, end in inside:
-                    self.chain_ends.setdefault(end, []).append((len(self.chains), begin))
-                self.chains.append(runner)
+                    edge = (labels, begin, runner.units, runner.node_id)
+                    self.chains.setdefault(end, []).append(edge)
             else:
                 for begin, end in inside:
                     offer = (runner.units, runner.node_id)

@@ -77,9 +77,7 @@ class Mesh:
         )
 
     def forked(self, fork: Fork) -> Mesh:
-        """The mesh in which a pipeline that visits no node twice keeps to the fork; what is barred costs
-        `most()`.
-        """
+        """The mesh in which a pipeline without returns keeps to the fork: what is barred costs `most()`."""
         if fork == ANY:
             return self
         place = {node_id: index for index, node_id in enumerate(self.node_ids)}

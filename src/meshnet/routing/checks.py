@@ -11,6 +11,10 @@ LayerRange = tuple[int, int]
 """The first and the last layer of a range, both inclusive."""
 
 
+MOST_LAYERS = 1_024
+"""More layers than any model has: a range beyond is a mistake, and planning time grows with the layers."""
+
+
 def number(field: str, value: object) -> float:
     """A finite number of at least 0; ValueError otherwise (a boolean is not a number)."""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -65,7 +69,7 @@ def names(field: str, value: object) -> tuple[str, ...]:
 
 
 def layer_range(field: str, value: object) -> LayerRange:
-    """A pair of layers (first, last) with 0 <= first <= last; ValueError otherwise."""
+    """A pair of layers (first, last) with 0 <= first <= last < MOST_LAYERS; ValueError otherwise."""
     if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
         raise ValueError(f"{field} must be a pair of layers (first, last), got {value!r}")
     pair = tuple(value)
@@ -77,6 +81,8 @@ def layer_range(field: str, value: object) -> LayerRange:
             raise ValueError(f"{field} must hold integers, got {value!r}")
         if layer < 0:
             raise ValueError(f"{field} must not hold negative layers, got {value!r}")
+    if last >= MOST_LAYERS or first >= MOST_LAYERS:
+        raise ValueError(f"{field} must stay below layer {MOST_LAYERS}, got {value!r}")
     if first > last:
         raise ValueError(f"{field} is reversed or empty: the first layer is above the last in {value!r}")
     return first, last

@@ -14,9 +14,7 @@ from meshnet.routing.state import NodeState, RoutingRequest
 
 @dataclass(frozen=True, slots=True)
 class PlanInput:
-    """One planning task: live states that no rule excludes, and what each node already holds of the
-    prompt.
-    """
+    """One planning task: live states that no rule excludes, and what each node holds of the prompt."""
 
     request: RoutingRequest
     window: LayerRange

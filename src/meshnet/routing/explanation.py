@@ -73,9 +73,7 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The winner, the next routes, the standby that shares no node with the winner (None where there is
-    none).
-    """
+    """The winner, the next routes, and the standby that shares no node with the winner, or None."""
 
     route: Route
     alternatives: tuple[Route, ...]

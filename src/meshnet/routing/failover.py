@@ -90,9 +90,7 @@ def failover(
 
 
 def _span(route: Route, states: Iterable[NodeState], holders: Mapping[int, set[str]]) -> LayerRange:
-    """The window of a route that carries none: all layers anyone is known for, so that it never gets
-    shorter.
-    """
+    """The window of a route without one: all layers anyone is known for, so that it gets no shorter."""
     layers = {layer for stage in route.stages for layer in (stage.start_layer, stage.end_layer)}
     layers.update(layer for state in states for shard in state.served_layers for layer in shard)
     layers.update(holders)
@@ -151,9 +149,7 @@ class _Repair:
         return self._path(self.window, self.anyone).stages
 
     def orphans(self) -> list[int]:
-        """The layers that no live node holds; where all are held but do not fit together, those not taken
-        over.
-        """
+        """The layers no live node holds; where all are held but do not fit, those that nobody can take over."""
         window = range(self.window[0], self.window[1] + 1)
         held = {layer for r in self.anyone for a, b in r.shards for layer in range(a, b + 1)}
         unheld = [layer for layer in window if layer not in held]
@@ -190,6 +186,8 @@ def laid_out(
 
     As many survivors as can keep a stage do; then stages end as late as they can, compared from the first on.
     """
+    if len(survivors) > window[1] - window[0] + 1:
+        return None
     stop = window[1] + 1
     resume = {first: last + 1 for first, last in missing}
 
@@ -221,9 +219,7 @@ def laid_out(
 def _layers(
     node_id: str, window: LayerRange, known: Mapping[str, NodeState], holders: Mapping[int, set[str]]
 ) -> list[int]:
-    """The layers a failed node is known for, by its state or else by the redundancy map, within the
-    window.
-    """
+    """The layers within the window that a failed node's state, or else the map, names."""
     first, last = window
     if node_id in known and known[node_id].served_layers:
         shards = known[node_id].served_layers

@@ -94,9 +94,7 @@ def least_pipeline(
 
 
 def _main_borders(mesh: Mesh) -> list[int]:
-    """The borders to search: those of one complete pipeline, those where most nodes begin or end, and some
-    between.
-    """
+    """The borders to search: one complete pipeline's, those where most nodes begin or end, some between."""
     last = len(mesh.borders) - 1
     additive = Bounds(mesh, 0, returns=True)
     chosen = {0, last}
@@ -121,9 +119,7 @@ def _main_borders(mesh: Mesh) -> list[int]:
 
 
 class _Search:
-    """`best` is the least pipeline found; `possible` tells that one exists at all, nodes that come back
-    allowed.
-    """
+    """Goes forward over the borders; afterwards the least pipeline is `bounds.best`."""
 
     def __init__(self, mesh: Mesh, effort: Effort, returns: bool) -> None:
         self.mesh = mesh

@@ -164,18 +164,14 @@ class _Tables:
         self.new = new[:, None, :] - new[:, :, None]
 
     def reach(self, limit: int) -> tuple[list[list[int]], list[list[bool]]]:
-        """Per node and border, how far a stage within the limit gets short of the tail; and whether it can
-        end it.
-        """
+        """Per node and border: how far a stage gets short of the tail, and whether it can be the tail."""
         allowed = self.fits & (self.time <= limit)
         far = allowed[:, :, :-1].sum(axis=2) + np.arange(allowed.shape[1])[None, :]
         return far.tolist(), allowed[:, :, -1].tolist()
 
 
 def _ordered(grid: Grid, objective: str, max_stages: int, slack: float) -> Layout | None:
-    """The best pipeline of at most `max_stages` of these few nodes, in any order; None when none can hold the
-    model.
-    """
+    """The best pipeline of at most `max_stages` of these few nodes, in any order; None: none fits."""
     if grid.nodes == 0:
         return None
     tables = _Tables(grid)
@@ -312,9 +308,7 @@ def _traced(
 
 
 def _chosen(grid: Grid, objective: str, max_stages: int, slack: float) -> Layout | None:
-    """More nodes than can be ordered exactly: chooses some, then orders and cuts those exactly where they are
-    few.
-    """
+    """More nodes than can be ordered exactly: chooses eight and orders those; else a long pipeline."""
     tables = _Tables(grid)
     mean = [sum(row) / grid.layers for row in grid.layer_units]
     holds = [tables.fits[n].sum(axis=1).max() for n in range(grid.nodes)]
@@ -347,9 +341,7 @@ def _counts(tables: _Tables, limit: int) -> list[int]:
 
 
 def _walked(grid: Grid, tables: _Tables, by_room: list[int], objective: str) -> Layout | None:
-    """A long pipeline of the roomiest nodes, as few as hold the model, each taking as many layers as it
-    may.
-    """
+    """A pipeline of as few of the roomiest nodes as hold the model, each taking what it may."""
 
     def walk(
         order: Sequence[int], tail: int, far: list[list[int]], ends: list[list[bool]]

@@ -295,9 +295,7 @@ class _MeasuredCosting:
         return first(found)
 
     def _promising(self, states: list[NodeState], level: int, fork: Fork) -> list[NodeState]:
-        """At most about `EXACT_NODES` nodes: one complete route's, and per layer those of the least time per
-        layer.
-        """
+        """About `EXACT_NODES` nodes: a complete route's, and for each layer those of least time per layer."""
         if len(states) <= EXACT_NODES:
             return states
         rates = self._rates(level)

@@ -128,9 +128,7 @@ def distinct(states: Iterable[NodeState]) -> list[NodeState]:
 
 
 def window_of(request: RoutingRequest, states: Iterable[NodeState]) -> LayerRange | None:
-    """The request's layer range; without one, the span of the layers that live nodes serve. None: nobody is
-    live.
-    """
+    """The request's layer range, else the span of what live nodes serve. None: nobody is live."""
     live = [state for state in states if state.alive]
     if not live:
         return None
