@@ -17,6 +17,8 @@ CHAR = (
 )
 """One character of a JSON string, escaped or not; surrogates cannot be written."""
 
+MAX_PATTERN_CHARS = 2048
+
 Ranges = list[tuple[int, int]]
 _DIGIT: Ranges = [(48, 57)]
 _WORD: Ranges = [(48, 57), (65, 90), (95, 95), (97, 122)]
@@ -51,6 +53,8 @@ def pattern_rule(rules: Rules, pattern: str, least: int = 0, most: float = math.
 
     `least` and `most`: the length that the schema asks for; the pattern itself must imply it.
     """
+    if len(pattern) > MAX_PATTERN_CHARS:
+        raise GrammarError(f"the pattern has more than {MAX_PATTERN_CHARS} characters")
     options = _Parser(rules, pattern).alternatives()
     for option in options:
         if option.least < least or option.most > most:
