@@ -62,7 +62,7 @@ class TestFile:
         assert lines[0] == "route    mini (0-7) -> laptop (8-11)"
         assert lines[1] == "total    71.5 ms (weighted)"
         assert "is the cheapest complete route" in lines[2]
-        assert lines[3].startswith("standby  none")
+        assert lines[3] == "standby  none"
 
     def test_explain_shows_every_term(self, states_file: Path) -> None:
         result = run("--model", "ncm", "--states", states_file, "--prompt-tokens", 2048, "--explain")

@@ -86,7 +86,7 @@ def rendered(found: Mapping[str, Any], explain: bool) -> str:
         ("route", _stages(found["route"])),
         ("total", f"{found['route']['cost_ms']:.1f} ms ({explanation['cost_model']})"),
         ("why", explanation["why"]),
-        ("standby", _stages(standby) if standby else "none: no route shares no node with this one"),
+        ("standby", _stages(standby) if standby else "none"),
     ]
     lines = [f"{name:<9}{text}" for name, text in rows]
     if not explanation["exact"]:

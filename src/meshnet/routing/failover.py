@@ -149,7 +149,7 @@ class _Repair:
         return self._path(self.window, self.anyone).stages
 
     def orphans(self) -> list[int]:
-        """The layers no live node holds; where all are held but do not fit, those that nobody can take over."""
+        """The layers no live node holds; where all are held but do not fit, those nobody can take over."""
         window = range(self.window[0], self.window[1] + 1)
         held = {layer for r in self.anyone for a, b in r.shards for layer in range(a, b + 1)}
         unheld = [layer for layer in window if layer not in held]
