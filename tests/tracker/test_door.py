@@ -274,6 +274,39 @@ async def test_a_full_queue_answers_429_and_no_room_503_with_retry_after(start: 
     busy.cancel()
 
 
+async def test_three_hundred_calls_at_once_all_end(tracker: Running) -> None:
+    for name in ("one", "two"):
+        node = await tracker.node(name=name, slots=4)
+        node.script.interval_s = 0.002
+    answers = await asyncio.gather(*(tracker.chat(n=1 + k % 2) for k in range(300)))
+    statuses = [answer.status for answer in answers]
+    assert set(statuses) <= {200, 429}
+    assert statuses.count(200) >= 200
+    assert all(int(a.headers["retry-after"]) >= 1 for a in answers if a.status == 429)
+    assert held(tracker) == {}
+    assert waiting(tracker) == 0
+    assert running(tracker) == 0
+
+
+async def test_a_light_key_is_not_starved_by_one_with_many_long_calls(tracker: Running) -> None:
+    node = await tracker.node(slots=1)
+    node.script.tokens, node.script.interval_s = 20, 0.01
+    heavy = [asyncio.create_task(tracker.chat(max_tokens=1000)) for _ in range(20)]
+    await tracker.until(lambda: waiting(tracker) >= 10)
+    light = await tracker.chat(headers=tracker.admin(), max_tokens=5)
+    assert light.status == 200
+    assert sum(task.done() for task in heavy) < 15
+    await asyncio.gather(*heavy)
+
+
+async def test_a_call_that_asks_for_more_than_the_mesh_has_is_refused_at_once(tracker: Running) -> None:
+    await tracker.node(slots=2)
+    answer = await tracker.chat(n=3)
+    assert answer.status == 400
+    assert (await answer.json())["error"]["code"] == "too_large"
+    assert (await tracker.chat(n=2)).status == 200
+
+
 async def test_a_longest_call_is_ended(start: Start) -> None:
     tracker = await start(call_limit_s=0.5)
     node = await tracker.node()

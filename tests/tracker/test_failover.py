@@ -224,6 +224,23 @@ async def test_another_numerics_class_is_taken_where_nothing_else_is_left_and_ma
     assert (await tracker.get(f"/api/calls/{call_id}"))["numerics_changed"]
 
 
+async def test_nodes_that_a_call_has_left_are_told_so(tracker: Running) -> None:
+    """A node may be alive and cut off from its neighbours only: nobody else can tell it."""
+    head, tail = await split(tracker)
+    spare = await tracker.node(layers=(15, 29), name="spare", decode_ms=5.0)
+    _, call_id = await whole_text(
+        tracker, head, lambda seen: seen.lost.put_nowait((tail.node_id, "deadline"))
+    )
+
+    def told(node: WireNode) -> list[tuple[str, int]]:
+        closes = [d.close for d in node.directives if d.WhichOneof("kind") == "close"]
+        return [(close.call_id, close.before_epoch) for close in closes]
+
+    await tracker.until(lambda: len(told(tail)) == 2 and bool(told(head)) and bool(told(spare)))
+    assert told(tail) == [(call_id, 1), (call_id, 0)]
+    assert told(head) == told(spare) == [(call_id, 0)]
+
+
 async def test_a_node_that_refuses_for_lack_of_slots_is_passed_over(tracker: Running) -> None:
     first = await tracker.node(name="first")
     first.script.refuse_status = 503

@@ -50,6 +50,8 @@ class HeadStream:
         while True:
             try:
                 data = await content.readany()
+            except aiohttp.ClientPayloadError as error:
+                raise HeadError(0, "unreachable", "its stream broke off") from error
             except (aiohttp.ClientError, OSError) as error:
                 raise HeadError(
                     0, "unreachable", f"its stream broke: {error or type(error).__name__}"

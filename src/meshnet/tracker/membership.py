@@ -216,7 +216,12 @@ class _Stream:
 
     def tell(
         self,
-        effect: signals.Welcome | signals.Refuse | signals.TellCuts | signals.TellDrain | signals.TellPeers,
+        effect: signals.Welcome
+        | signals.Refuse
+        | signals.TellCuts
+        | signals.TellDrain
+        | signals.TellPeers
+        | signals.TellClose,
     ) -> None:
         match effect:
             case signals.Welcome():
@@ -231,6 +236,11 @@ class _Stream:
                 self._directive(cuts=pb.UseCuts(model=effect.model, cuts=effect.cuts))
             case signals.TellDrain():
                 self._directive(drain=pb.Drain(on=effect.on, reason=effect.reason))
+            case signals.TellClose():
+                if self._outbox.qsize() > OUTBOX // 2:
+                    return  # it ends them by itself after a while; its stream is worth more
+                close = pb.CloseCall(call_id=effect.call_id, before_epoch=effect.before_epoch)
+                self._directive(close=close)
             case signals.TellPeers():
                 peers = [pb.Peer(node_id=node_id, grpc_address=at) for node_id, at in effect.peers]
                 self._put(pb.TrackerMessage(peers=pb.Peers(peers=peers)))

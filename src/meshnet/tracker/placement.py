@@ -68,7 +68,6 @@ class Chosen:
     stages: tuple[Stage, ...]
     view: View
     reason: str
-    cost_ms: float = 0.0
 
 
 class Placement:
@@ -210,7 +209,7 @@ class Placement:
                 if refused is None:
                     if not ask_only:
                         self.state = after
-                    return Chosen(decision.route.stages, view, decision.reason, decision.route.cost)
+                    return Chosen(decision.route.stages, view, self._named(decision.reason, view))
                 full.add(refused.place[0])
         raise NoPlace(503, "no_route", problem, retry_after=1 if full else None)
 
@@ -287,7 +286,7 @@ class Placement:
                 busy = True
                 continue
             self.state = after
-            return Chosen(plan.route.stages, view, plan.explanation.why, plan.route.cost)
+            return Chosen(plan.route.stages, view, self._named(plan.explanation.why, view))
         if busy:
             return None
         if problem is None:
@@ -360,6 +359,12 @@ class Placement:
             return None
         self.state = after
         return Chosen(stages, views[0], "the route was forced by X-Meshnet-Nodes")
+
+    def _named(self, text: str, view: View) -> str:
+        """A router's sentence with the nodes' names in the place of their ids."""
+        for node_id in view.addresses:
+            text = text.replace(node_id, self._roster.name_of(node_id))
+        return text
 
     def _fits_when_empty(self, view: View, job: Job) -> bool:
         """False when the call asks for more than any route has, even with nobody else there."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol
 
@@ -23,6 +23,7 @@ from meshnet.tracker.signals import (
     Rules,
     Say,
     State,
+    TellClose,
     TellCuts,
     TellDrain,
     TellPeers,
@@ -38,7 +39,7 @@ log = structlog.get_logger("meshnet.mesh")
 class Line(Protocol):
     """A membership stream, as the roster uses it: nothing here waits."""
 
-    def tell(self, effect: Welcome | Refuse | TellCuts | TellDrain | TellPeers) -> None: ...
+    def tell(self, effect: Welcome | Refuse | TellCuts | TellDrain | TellPeers | TellClose) -> None: ...
 
     def close(self) -> None: ...
 
@@ -121,6 +122,14 @@ class Roster:
         wanted = name.lower()
         return next((node for node in self.state.nodes.values() if node.name.lower() == wanted), None)
 
+    def end_call(self, node_ids: Iterable[str], call_id: str, before_epoch: int = 0) -> None:
+        """Tells nodes that a call's attempts before `before_epoch` (0: all) are over, whatever they heard
+        from their neighbours. A node that is not there now ends them by itself after a while."""
+        for node_id in node_ids:
+            node = self.state.nodes.get(node_id)
+            if node is not None and node.connection is not None:
+                self._carry_out(TellClose(node.connection, call_id, before_epoch))
+
     def name_of(self, node_id: str) -> str:
         node = self.state.nodes.get(node_id)
         return node.name if node is not None else node_id
@@ -131,7 +140,7 @@ class Roster:
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
-            case Welcome() | Refuse() | TellCuts() | TellDrain() | TellPeers():
+            case Welcome() | Refuse() | TellCuts() | TellDrain() | TellPeers() | TellClose():
                 line = self._lines.get(effect.connection)
                 if line is not None:
                     line.tell(effect)

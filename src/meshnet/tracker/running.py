@@ -231,6 +231,9 @@ class Run:
         if failed and before is not None:
             live.reroutes += 1
             recorder.rerouted(live, before.stages, failed, self.lost_why or "it failed", chosen.reason)
+            # Whoever is passed by may be alive, and cut off from those who would tell it so.
+            passed = {s.node_id for s in before.stages} - {s.node_id for s in chosen.stages}
+            self.tracker.roster.end_call(passed, self.order.call_id, self.state.epoch + 1)
         else:
             recorder.route_selected(live, chosen.reason, dict(chosen.view.addresses))
 
@@ -425,6 +428,8 @@ class Run:
         if end.outcome == "complete" and self.attempt is not None:
             self.attempt.finish()
         self._let_go()
+        if end.outcome != "complete" or live.reroutes:
+            self.tracker.roster.end_call(self.seat.numerics, self.order.call_id)
         live.phase = self.state.phase
         if end.outcome == "complete":
             reasons = {ended.reason for ended in self.gathered.ends.values()}

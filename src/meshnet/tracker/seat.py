@@ -82,8 +82,8 @@ class Seat:
     ) -> Chosen:
         """Waits in turn for a route of the whole model. Raises NoPlace.
 
-        `waits` is called once when there is no room at once, `keep_alive` now and then with the position. What
-        the call held before (`urgent`: it runs, and lost its route) is given back first.
+        `waits` is called once when there is no room at once, `keep_alive` now and then with the position.
+        What the call held before (`urgent`: it runs, and lost its route) is given back first.
         """
         if urgent:
             self.placement.release(self.order.call_id)

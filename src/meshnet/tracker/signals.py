@@ -174,6 +174,15 @@ class TellPeers:
 
 
 @dataclass(frozen=True, slots=True)
+class TellClose:
+    """Nothing of a call is to stay on the node of attempts before `before_epoch`; 0: nothing at all."""
+
+    connection: int
+    call_id: str
+    before_epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Probe:
     node_id: str
     boot_id: int
@@ -199,4 +208,4 @@ class Say:
     level: str = "info"
 
 
-Effect = Welcome | Refuse | CloseStream | TellCuts | TellDrain | TellPeers | Probe | Gone | Say
+Effect = Welcome | Refuse | CloseStream | TellCuts | TellDrain | TellPeers | TellClose | Probe | Gone | Say
