@@ -388,7 +388,8 @@ class Node:
     def directed(self, directive: pb.Directive) -> None:
         kind = directive.WhichOneof("kind")
         if kind == "close":
-            self.stages.close_call(directive.close.call_id)
+            self.heads.end_attempts(directive.close.call_id, directive.close.before_epoch)
+            self.stages.close_call(directive.close.call_id, directive.close.before_epoch)
             self._done(directive, "")
         elif kind == "drain":
             log.info("drain", on=directive.drain.on, reason=directive.drain.reason)

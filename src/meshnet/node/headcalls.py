@@ -165,6 +165,12 @@ class HeadCalls:
         running[1].cancel()
         await asyncio.wait([running[1]])
 
+    def end_attempts(self, call_id: str, before_epoch: int) -> None:
+        """Ends a call here that goes on elsewhere: an attempt before this one, or (0) any."""
+        running = self._calls.get(call_id)
+        if running is not None and (not before_epoch or running[0].epoch < before_epoch):
+            running[1].cancel()
+
     def reroute(self, call_id: str, reroute: calls.Reroute) -> None:
         """A new route for a running call. Raises ApiError."""
         ticket, _ = self.admit(reroute.ticket)

@@ -420,10 +420,11 @@ class Stages:
             self.state.counters.served += 1
         self.discard(session, keep_prefix=keep_prefix, spans=spans)
 
-    def close_call(self, call_id: str) -> None:
-        """Frees whatever a call still holds here."""
+    def close_call(self, call_id: str, before_epoch: int = 0) -> None:
+        """Frees whatever a call still holds here: of attempts before this one, or (0) of all."""
         for session in list(self.sessions.values()):
-            if session.call_id == call_id or session.call_id.startswith(f"{call_id}."):
+            of_call = session.call_id == call_id or session.call_id.startswith(f"{call_id}.")
+            if of_call and (not before_epoch or session.epoch < before_epoch):
                 session.upstream.lost(session, self.node_id, "closed", "the tracker ended the call")
                 self.discard(session)
 
