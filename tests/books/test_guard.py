@@ -63,6 +63,14 @@ def test_thresholds_can_be_set() -> None:
             GuardRules.from_dict(bad)
 
 
+async def test_a_setting_that_cannot_be_read_does_not_keep_calls_from_ending(kit: Kit) -> None:
+    await kit.books.settings.put("guard", {"min_tokens": 2})
+    assert (await kit.books.cases.rules()).min_tokens == 2
+    for bad in ({"min_tokens": "many"}, [1], "x"):
+        await kit.books.settings.put("guard", bad)
+        assert await kit.books.cases.rules() == GuardRules()
+
+
 def test_a_share_of_calls_is_audited_the_same_everywhere() -> None:
     drawn = [picked_for_audit(f"call-{number}", RULES) for number in range(20_000)]
     assert drawn == [picked_for_audit(f"call-{number}", RULES) for number in range(20_000)]

@@ -279,6 +279,26 @@ async def test_the_queue_is_bounded(kit: Kit, monkeypatch: pytest.MonkeyPatch) -
     assert "does not keep up" in str(refused[0])
 
 
+async def test_a_flush_does_not_wait_for_what_comes_after_it(kit: Kit) -> None:
+    going = True
+
+    async def busy() -> None:
+        number = 0
+        while going:
+            number += 1
+            await kit.books.reserve(f"busy{number}", kit.key, "free", 1, 1)
+            await kit.books.settle(f"busy{number}", usage(1, 1))
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(busy())
+    async with asyncio.timeout(30):
+        for _ in range(5):
+            await asyncio.sleep(0.01)
+            await kit.books.flush()
+    going = False
+    await task
+
+
 async def test_times_are_unix_milliseconds(kit: Kit) -> None:
     kit.clock.forward(ms=1)
     await kit.reserve("c1")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import structlog
 from sqlalchemy import Connection, Row, insert, select, update
 
 from meshnet.tracker.books import schema
@@ -32,6 +33,8 @@ from meshnet.tracker.books.records import BooksError, Clock, Settlement
 from meshnet.tracker.books.storage import Storage
 
 MAX_LISTED: Final = 1_000
+
+log = structlog.get_logger("meshnet.books")
 
 
 class Ledger(Protocol):
@@ -76,8 +79,15 @@ class Cases:
         self._clock = clock
 
     async def rules(self) -> GuardRules:
-        """The guard's thresholds as set."""
-        return GuardRules.from_dict(await self._settings.get(SETTING))
+        """The guard's thresholds as set.
+
+        The defaults where the setting cannot be read, so that calls still end.
+        """
+        try:
+            return GuardRules.from_dict(await self._settings.get(SETTING))
+        except BooksError as error:
+            log.error("the guard's setting is not used", error=error.message)
+            return GuardRules()
 
     async def open(self, case: Case) -> None:
         """Stores a new case and its event; opening it again changes nothing."""

@@ -44,6 +44,8 @@ class GuardRules:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any] | None) -> GuardRules:
         """Reads the setting; what it does not name keeps its default. BooksError names a bad field."""
+        if data is not None and not isinstance(data, Mapping):
+            raise BooksError(f"guard is {data!r}; it is a JSON object", code="bad_setting", param="guard")
         values = dict(data or {})
         bounds = {
             "min_tokens": (0, 64),

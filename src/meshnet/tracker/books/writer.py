@@ -34,7 +34,9 @@ log = structlog.get_logger("meshnet.books")
 
 @dataclass(slots=True)
 class _Queued:
-    command: Command
+    """A command, or None for a mark that is reached when all before it is written."""
+
+    command: Command | None
     durable: bool
     done: asyncio.Future[Answer] | None
 
@@ -51,8 +53,6 @@ class Writer:
         self._queue: deque[_Queued] = deque()
         self._wanted = asyncio.Event()
         self._hurry = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._closing = False
         self._task = asyncio.create_task(self._run(), name="books-writer")
 
@@ -81,13 +81,14 @@ class Writer:
         if len(self._queue) >= MAX_QUEUED:
             raise BooksUnavailable(f"{MAX_QUEUED} commands wait for the database; it does not keep up")
         self._queue.append(item)
-        self._idle.clear()
         self._wanted.set()
 
     async def flush(self) -> None:
-        """Returns when all that was given so far is written."""
+        """Returns when all that was given so far is written, whatever comes in meanwhile."""
+        done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._put(_Queued(None, False, done))
         self._hurry.set()
-        await self._idle.wait()
+        await done
 
     async def close(self) -> None:
         """Writes what is queued and ends the task."""
@@ -103,7 +104,6 @@ class Writer:
                 if self._closing:
                     return
                 self._wanted.clear()
-                self._idle.set()
                 continue
             if not self._hurry.is_set() and len(self._queue) < MAX_BATCH:
                 try:
@@ -114,8 +114,6 @@ class Writer:
             if not self._queue and not self._closing:
                 self._hurry.clear()
             await self._carry_out(batch)
-            if not self._queue:
-                self._idle.set()
 
     async def _carry_out(self, batch: list[_Queued], *, again: bool = True) -> None:
         try:
@@ -137,14 +135,17 @@ class Writer:
 
     async def _insist(self, batch: list[_Queued]) -> list[Answer]:
         """Runs the transaction, again and again while the database is merely unavailable, up to GIVE_UP_S."""
-        commands = [item.command for item in batch]
+        commands = [item.command for item in batch if item.command is not None]
+        if not commands:
+            return [None] * len(batch)
         durable = any(item.durable for item in batch)
         loop = asyncio.get_running_loop()
         give_up, pause = loop.time() + GIVE_UP_S, FIRST_RETRY_S
         while True:
             transaction = partial(carry_out, commands=commands, now=self._clock())
             try:
-                return await self._storage.write(transaction, durable=durable)
+                answers = iter(await self._storage.write(transaction, durable=durable))
+                return [None if item.command is None else next(answers) for item in batch]
             except BooksUnavailable:
                 if loop.time() >= give_up or self._closing:
                     raise
