@@ -13,6 +13,7 @@ from tracker.conftest import Running, Start
 
 from meshnet.tracker.console import Console
 from meshnet.tracker.feed import ADMINS, EVERYONE, Audience, Feed
+from meshnet.tracker.tracing import Tracing
 
 
 async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[tuple[int, str, Any]]:
@@ -231,6 +232,28 @@ async def test_audiences_keep_events_apart() -> None:
     feed.upsert("node", "for admins", ADMINS)
     feed.upsert("model", "for all", EVERYONE)
     assert [len(v.take().split(b"\n\n")) - 1 for v in (one, two, admin)] == [2, 1, 3]
+
+
+async def test_spans_of_calls_and_stages_where_tracing_is_on(tracker: Running) -> None:
+    export = pytest.importorskip("opentelemetry.sdk.trace.export")
+    memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+    from opentelemetry.sdk.trace import TracerProvider
+
+    await tracker.node(name="head", layers=(0, 14))
+    await tracker.node(name="tail", layers=(15, 29))
+    exporter = memory.InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(export.SimpleSpanProcessor(exporter))
+    assert tracker.server.tracker is not None
+    tracker.server.tracker.recorder.tracing = Tracing(provider, tracker.server.tracker.roster)
+    answer = await tracker.chat()
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    assert set(spans) == {"meshnet.call", "stage 0-14", "stage 15-29"}
+    call = spans["meshnet.call"]
+    assert call.attributes["meshnet.call_id"] == answer.headers["x-meshnet-call"]
+    assert [event.name for event in call.events][:2] == ["accepted", "route_selected"]
+    assert spans["stage 0-14"].parent.span_id == call.context.span_id
+    assert spans["stage 15-29"].attributes["meshnet.node"] == "tail"
 
 
 async def test_metrics_count_calls_and_tokens(tracker: Running) -> None:

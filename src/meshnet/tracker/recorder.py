@@ -17,6 +17,7 @@ from meshnet.tracker.live import LiveCall, LiveTable
 from meshnet.tracker.metrics import Metrics
 from meshnet.tracker.planning import route_text
 from meshnet.tracker.roster import Roster
+from meshnet.tracker.tracing import Tracing
 
 LINE_INTERVAL_S = 1.0
 PROGRESS_INTERVAL_S = 0.25
@@ -46,6 +47,7 @@ class Recorder:
         self.feed = feed
         self.metrics = metrics
         self._roster = roster
+        self.tracing: Tracing | None = None
         self._traces: dict[str, _Trace] = {}
         console.on_entry(self._entry)
 
@@ -134,6 +136,8 @@ class Recorder:
         for dropped in self.table.end(call):
             self.feed.remove("call", dropped.call_id, Audience(dropped.key_id))
         self._count(call, end)
+        if self.tracing is not None:
+            self.tracing.ended(call, end)
         why = f" {end.code}: {end.message}" if end.code else ""
         line = (
             f"proxy {end.outcome} {call.call_id} {call.output_tokens} tokens in "

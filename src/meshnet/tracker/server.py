@@ -35,6 +35,7 @@ from meshnet.tracker.roster import Roster
 from meshnet.tracker.settings import TrackerSettings
 from meshnet.tracker.shelf import Shelf
 from meshnet.tracker.signals import Probe, Rules, Say
+from meshnet.tracker.tracing import start_tracing
 from meshnet.tracker.tries import FailedTries
 from meshnet.tracker.tuning import Tuning
 
@@ -99,6 +100,7 @@ class Server:
             feed = Feed(settings.viewer_outbox)
             console = Console(settings.console_events, books.clock)
             recorder = Recorder(LiveTable(settings.ended_calls), console, feed, metrics, roster)
+            recorder.tracing = start_tracing(roster)
             heads = self._heads = Heads(settings.connect_timeout_s)
             shelf = Shelf(roster)
             orchestrator = Orchestrator(settings, books, roster, shelf, placement, heads, recorder, tuning.of)
@@ -170,6 +172,8 @@ class Server:
             await self.tracker.orchestrator.checker.stop()
         if self._roster is not None:
             await self._roster.stop()
+        if self.tracker is not None and self.tracker.recorder.tracing is not None:
+            await asyncio.to_thread(self.tracker.recorder.tracing.stop)
         if self._grpc is not None:
             await self._grpc.stop(GRPC_GRACE_S)
         if self._tuning is not None:
