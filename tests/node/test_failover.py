@@ -296,3 +296,17 @@ async def test_many_streams_at_once_through_one_death(spare: Spare) -> None:
     )
     assert [answer.ids() for answer in answers] == expected
     await bench.settled()
+
+
+async def test_a_living_stage_above_a_dead_one_is_let_go(spare: Spare) -> None:
+    """The middle reports the tail's death and is not part of the new route: it must not stay occupied."""
+    bench = spare.bench
+    middle = await bench.add(10, 19, n_ctx=512)
+    doomed = await bench.add(20, LAST, n_ctx=512)
+    reroute = rerouting(bench, [spare.head.stage(), spare.other_tail.stage()])
+    answer = await bench.run(
+        [spare.head, middle, doomed], PROMPT, on_event=after(4, doomed.kill, reroute), **OPTIONS
+    )
+    assert answer.ids() == spare.greedy
+    assert [node for node, _ in lost(answer)] == [doomed.node_id]
+    await bench.settled(seconds=3.0)

@@ -8,14 +8,19 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import pytest_asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from node.bench import LAST, Bench, BenchNode
 
 from meshnet.engine.tokenizer import Tokenizer
 from meshnet.protocol import calls
+from meshnet.protocol import dataplane_pb2 as pb
+from meshnet.protocol.dataplane_pb2_grpc import DataPlaneStub
 from meshnet.protocol.errors import ApiError
+from meshnet.routing import NodeState
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -223,6 +228,33 @@ async def test_two_stages_on_one_node(three: Three, bench: Bench) -> None:
     alone = await bench.run([three.whole], PROMPTS[0])
     assert answer.ids() == alone.ids()
     await bench.settled()
+
+
+async def test_health_is_what_the_router_reads(three: Three) -> None:
+    """Over gRPC and in the process, busy and idle."""
+    request = three.bench.request([three.head.stage(), three.tail.stage()], PROMPTS[0], max_tokens=100)
+    call = await three.head.heads.start(request)
+    await call.events.take()
+    health = three.head.stages.state.health()
+    async with grpc.aio.insecure_channel(three.head.address) as channel:
+        told = await DataPlaneStub(channel).Health(pb.HealthRequest())
+        checked = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        probe = await DataPlaneStub(channel).Probe(pb.ProbeRequest(model="smollm2"))
+        other = await DataPlaneStub(channel).Probe(pb.ProbeRequest(model="other"))
+        echo = await DataPlaneStub(channel).Echo(pb.EchoMessage(payload=b"abc"))
+    await three.head.heads.cancel(call)
+    state = NodeState.from_dict(health)
+    assert state.node_id == three.head.node_id == told.node_id
+    assert [[r.first, r.last] for r in told.served_layers] == health["served_layers"] == [[0, 14]]
+    assert 0 < health["current_load"] <= 1
+    assert health["latency_ms"] > 0
+    assert health["capacity_score"] > 0
+    assert checked.status == health_pb2.HealthCheckResponse.NOT_SERVING, "the bench never said it is ready"
+    assert probe.ok
+    assert probe.ms > 0
+    assert not other.ok
+    assert "other" in other.error
+    assert echo.payload == b"abc"
 
 
 async def test_half_precision_on_a_link(three: Three) -> None:

@@ -288,6 +288,7 @@ class DataPlaneServer:
             raise OSError(f"{host}:{port} cannot be listened on") from error
         if self.port == 0:
             raise OSError(f"{host}:{port} cannot be listened on")
+        await self.serving(False)
         await self._server.start()
 
     async def serving(self, ready: bool) -> None:

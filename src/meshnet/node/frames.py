@@ -7,9 +7,12 @@ frame, so that it arrives together and stays one batch. Bounded: a peer that doe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
+
+import grpc
 
 from meshnet.protocol import dataplane_pb2 as pb
 
@@ -37,6 +40,15 @@ _FIELD = {
 }
 Message = pb.Open | pb.Step | pb.Close | pb.Opened | pb.Credit | pb.Lost | pb.Result | pb.Hello | pb.Progress
 _ORDER_MATTERS = (pb.Open, pb.Step, pb.Close)
+
+
+STREAM_ENDED = (
+    grpc.aio.AioRpcError,
+    grpc.aio.UsageError,
+    grpc.aio.InternalError,
+    asyncio.InvalidStateError,
+)
+"""What writing to a stream that has ended raises."""
 
 
 class OutboxFull(Exception):
@@ -67,12 +79,14 @@ class Outbox:
             self._wake.set()
 
     async def pump(self, write: Callable[[pb.Frame], Awaitable[object]]) -> None:
-        """Writes frames as messages come; ends only by an exception of `write` or by cancellation."""
-        while True:
-            await self._wake.wait()
-            while self._waiting:
-                await write(self._frame())
-            self._wake.clear()
+        """Writes frames as messages come, until the stream has ended (its reader says why) or it is
+        cancelled."""
+        with contextlib.suppress(*STREAM_ENDED):
+            while True:
+                await self._wake.wait()
+                while self._waiting:
+                    await write(self._frame())
+                self._wake.clear()
 
     def _frame(self) -> pb.Frame:
         """As many waiting messages as one frame may hold, in an order that the receiver's keeps.

@@ -190,6 +190,8 @@ class Membership:
                 raise TrackerGone(
                     f"the tracker at {info.grpc_address}: {error.details() or error.code().name}"
                 ) from error
+            except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:  # a write after the end
+                raise TrackerGone(f"the tracker at {info.grpc_address} ended the stream") from error
             finally:
                 call.cancel()
 
@@ -199,7 +201,8 @@ class Membership:
             text += f"; {refused.remedy}"
         if refused.retry:
             raise _Again(text)
-        if not with_token and self._side.join_request(with_token=True).join_token:
+        came_back = not with_token and self._side.join_request(with_token=False).credential
+        if came_back and self._side.join_request(with_token=True).join_token:
             raise _Again(text, with_token=True)
         raise JoinFailed(text)
 

@@ -243,9 +243,8 @@ class Stages:
         """Gives the slot and everything kept of an earlier attempt to the new one; False if it ended
         meanwhile."""
         older.upstream = _Gone()
-        if older.outlet is not None:
-            session.left = older.outlet.link, pb.Close(session=older.id, stage=older.outlet.stage)
-        self._leave(older)
+        self._part(older)
+        session.left = older.left
         self.executor.remove([older.number])
         # Afterwards the outcome of what runs now is delivered: kept, and sent nowhere.
         await self.executor.call(lambda: None)
@@ -464,10 +463,18 @@ class Stages:
         shard.give_slot(slot)
 
     def _close_below(self, session: Session, keep_prefix: bool) -> None:
+        self._end_left(session)
         outlet = session.outlet
         self._leave(session)
         if outlet is not None:
             outlet.link.close(pb.Close(session=session.id, stage=outlet.stage, keep_prefix=keep_prefix))
+
+    def _part(self, session: Session) -> None:
+        """Leaves what is below, which another attempt may take over; whoever ends the session ends that,
+        too."""
+        if session.outlet is not None:
+            session.left = session.outlet.link, pb.Close(session=session.id, stage=session.outlet.stage)
+        self._leave(session)
 
     def _end_left(self, session: Session) -> None:
         """Stages below that the new route passes by are told; of those it goes through, none knows the old
@@ -505,7 +512,7 @@ class Stages:
         log.warning(
             "route broke", call=session.call_id, session=session.id, at=node_id, code=code, reason=message
         )
-        self._leave(session)
+        self._part(session)
         session.fail_waiters()
         self.park(session)
         session.upstream.lost(session, node_id, code, message)
