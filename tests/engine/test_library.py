@@ -54,6 +54,18 @@ def test_a_model_layout_that_moved_is_refused(name: str) -> None:
         check_layout(KNOWN[0], model, api.llama_context_default_params())
 
 
+def test_the_other_layout_lacks_one_pointer() -> None:
+    whole, short = KNOWN[0].context, KNOWN[1].context
+    assert ctypes.sizeof(whole) == 168
+    assert ctypes.sizeof(short) == 160
+    names = [each[0] for each in short._fields_]
+    assert names == [each[0] for each in whole._fields_ if each[0] != "reserved"]
+    api = load_library().api
+    wrong = short.from_buffer_copy(api.llama_context_default_params())  # this library has the other one
+    with pytest.raises(EngineError, match="ContextParamsShort"):
+        check_layout(KNOWN[1], api.llama_model_default_params(), wrong)
+
+
 def test_every_field_is_checked() -> None:
     api = load_library().api
     for struct, expected in (

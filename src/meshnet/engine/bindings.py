@@ -78,6 +78,12 @@ class ContextParams(c.Structure):
     )
 
 
+class ContextParamsShort(c.Structure):
+    """`llama_context_params` of builds without the further pointer, 160 bytes."""
+
+    _fields_ = tuple(each for each in ContextParams._fields_ if each[0] != "reserved")
+
+
 class Batch(c.Structure):
     """`llama_batch`; addresses as plain integers, so that numpy's can be put in."""
 
@@ -179,8 +185,11 @@ OPTIONAL: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 
 
-def bind(handle: c.CDLL) -> list[str]:
-    """Give every function its prototype; returns the required names that it does not export."""
+def bind(handle: c.CDLL, context: type[c.Structure] = ContextParams) -> list[str]:
+    """Give every function its prototype; returns the names of those that are missing and not optional.
+
+    `context` is the layout of a context's parameters in this build.
+    """
     missing = []
     for name, (result, arguments) in [*FUNCTIONS.items(), *OPTIONAL.items()]:
         try:
@@ -189,6 +198,6 @@ def bind(handle: c.CDLL) -> list[str]:
             if name in FUNCTIONS:
                 missing.append(name)
             continue
-        function.restype = result
-        function.argtypes = arguments
+        function.restype = context if result is ContextParams else result
+        function.argtypes = tuple(context if each is ContextParams else each for each in arguments)
     return missing

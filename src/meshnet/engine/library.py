@@ -16,12 +16,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from meshnet.engine.base import EngineError
-from meshnet.engine.bindings import ContextParams, LogCallback, ModelParams, bind
+from meshnet.engine.bindings import ContextParams, ContextParamsShort, LogCallback, ModelParams, bind
 
 log = logging.getLogger("meshnet.llama")
 
@@ -88,11 +88,20 @@ class Known:
     version: str
     files: tuple[str, ...]
     """Patterns below site-packages, tried in order."""
-    model_defaults: Mapping[str, int | None] = field(default_factory=lambda: MODEL_DEFAULTS)
-    context_defaults: Mapping[str, int | None] = field(default_factory=lambda: CONTEXT_DEFAULTS)
+    context: type[c.Structure] = ContextParams
 
 
-KNOWN: tuple[Known, ...] = (Known("xllamacpp", "2026.10.11549", ("xllamacpp/xllamacpp*.so",)),)
+# The second is compiled on the user's machine, where the first one's wheel does not export the C API and for
+# GPU builds. Its layout was read from the headers that its source package holds; it was never run.
+KNOWN: tuple[Known, ...] = (
+    Known("xllamacpp", "2026.10.11549", ("xllamacpp/xllamacpp*.so", "xllamacpp/xllamacpp*.pyd")),
+    Known(
+        "llama-cpp-python",
+        "0.3.36",
+        ("llama_cpp/lib/libllama.so", "llama_cpp/lib/libllama.dylib", "llama_cpp/lib/llama.dll"),
+        ContextParamsShort,
+    ),
+)
 
 # libgomp reads these once, when it is loaded. How long an idle thread spins before it sleeps: long enough for
 # the barriers inside a step, short enough that a node that waits leaves its cores to its neighbour.
@@ -202,17 +211,19 @@ def load_library() -> Library:
 
 def _load() -> Library:
     found = {known.provider: installed_version(known.provider) for known in KNOWN}
+    problems = []
     for known in KNOWN:
         if found[known.provider] != known.version:
             continue
         path = _locate(known)
         if path is None:
-            raise EngineError(
-                f"{known.provider} {known.version} has no library that can be called on {sys.platform}; "
-                "see the README for the second provider"
-            )
-        return _open(known, path)
-    raise EngineError(refusal(found, []))
+            problems.append(f"{known.provider} {known.version} holds no library for {sys.platform}")
+            continue
+        try:
+            return _open(known, path)
+        except EngineError as error:
+            problems.append(str(error))
+    raise EngineError("; ".join(problems) or refusal(found, []))
 
 
 def _open(known: Known, path: Path) -> Library:
@@ -221,7 +232,7 @@ def _open(known: Known, path: Path) -> Library:
         api = c.CDLL(str(path))
     except OSError as error:
         raise EngineError(f"{path} cannot be loaded: {error}") from error
-    if missing := bind(api):
+    if missing := bind(api, known.context):
         raise EngineError(refusal({known.provider: known.version}, missing))
     check_layout(known, api.llama_model_default_params(), api.llama_context_default_params())
     _State.callback = LogCallback(_on_log)
@@ -230,11 +241,11 @@ def _open(known: Known, path: Path) -> Library:
     return Library(api, known.provider, known.version, path)
 
 
-def check_layout(known: Known, model: ModelParams, context: ContextParams) -> None:
+def check_layout(known: Known, model: ModelParams, context: c.Structure) -> None:
     """Raises EngineError where the defaults read through our layouts are not the known ones."""
-    difference = layout_difference(model, known.model_defaults) or layout_difference(
-        context, known.context_defaults
-    )
+    names = {each[0] for each in known.context._fields_}
+    defaults = {name: value for name, value in CONTEXT_DEFAULTS.items() if name in names}
+    difference = layout_difference(model, MODEL_DEFAULTS) or layout_difference(context, defaults)
     if difference:
         raise EngineError(
             f"{known.provider} {known.version} does not have the struct layout known for it ({difference}); "

@@ -433,6 +433,11 @@ class LlamaEngine:
             if data is not None:
                 results[i] = StepResult(step.slot, step.position, hidden=data[start:end].copy())
             else:
+                if slot.sampler is not None and step.tokens is not None:
+                    # drafts behind the first sampled row are not generated tokens yet
+                    known = step.tokens[: step.rows - max(step.sample, 1) + 1]
+                    if not slot.sampler.agrees(known, step.position):
+                        slot.sampler.observe(known, step.position)
                 sampled = self._sample(segments[-1], step, slot, end) if step.sample else ()
                 results[i] = StepResult(step.slot, step.position, sampled=sampled)
             start = end
@@ -441,10 +446,6 @@ class LlamaEngine:
         sampler = slot.sampler
         assert sampler is not None
         after = step.position + step.rows
-        if step.tokens is not None:
-            fresh = step.tokens[: step.rows - step.sample + 1]
-            if not sampler.agrees(fresh, step.position):
-                sampler.observe(fresh, step.position)
         return tuple(
             sampler.sample(tail.logits(end - back), after - back + 1) for back in range(step.sample, 0, -1)
         )

@@ -210,6 +210,8 @@ class SlotSampler:
         if not fresh:
             return
         if start > self.end:
+            if not (self._penalised or self._grammar):
+                return  # nothing hangs on tokens that came before
             raise EngineError(f"the sampler knows tokens up to position {self.end}, not up to {start}")
         self._cut(start)
         for token in fresh:

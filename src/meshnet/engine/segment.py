@@ -156,9 +156,10 @@ class Segment:
     def _choose_kernel(self, total: int) -> None:
         """Have small calls computed by one kernel, however many rows, sessions, threads and cells there are.
 
-        For one row alone over 512 cells or more, the CPU backend would split the cells between its threads
-        and add up what they found: other bits than the same row gives in company. The switch that keeps it
-        from that turns off the tiled kernel for 64 rows and more too, which prompts want for speed.
+        Left alone, the CPU backend splits the cells between its threads for one row over 512 cells or more,
+        and multiplies K-quants in tiles from 8 rows on: other bits than the same row gives in other company.
+        Its switch for the plain kernels keeps it from both. Prompts in chunks of 64 rows and more want the
+        tiles for speed, and are run again with the same chunks wherever their bits matter.
         """
         plain = total <= EXACT_ROWS
         if self._cpu_backend is not None and plain != self._plain:
