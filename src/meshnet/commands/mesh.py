@@ -1,7 +1,11 @@
-"""`meshnet drain`: takes a node out of use in good order, and back. Speaks to a running tracker."""
+"""`meshnet invite` and `meshnet drain`: bring machines in, and take them out in good order.
+
+Both speak to a running tracker.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Annotated
 from urllib.parse import quote
@@ -13,6 +17,28 @@ from meshnet.tracker.books.client import Api, Failed
 Tracker = Annotated[
     str, typer.Option("--tracker", help="URL of the tracker; its admin key in MESHNET_API_KEY.")
 ]
+
+
+def invite(
+    tracker: Tracker = "http://127.0.0.1:8080",
+    expires: Annotated[int, typer.Option(min=1, help="Hours until the link expires.")] = 24,
+    uses: Annotated[
+        int | None, typer.Option(min=1, help="Machines that may join with it; without: any.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the link as one line of JSON.")] = False,
+) -> None:
+    """Make a link with which another machine joins: `meshnet node LINK`."""
+    form = {"expires_s": expires * 3600} | ({} if uses is None else {"uses": uses})
+    try:
+        made = Api(tracker, None, "").call("POST", "/api/invite", form)
+    except Failed as error:
+        sys.stderr.write(f"meshnet invite: {error}\n")
+        raise typer.Exit(1) from error
+    if as_json:
+        sys.stdout.write(json.dumps(made) + "\n")
+        return
+    sys.stdout.write(f"{made['join_link']}\n")
+    sys.stderr.write("On the other machine: meshnet node LINK --model MODEL --layers A-B\n")
 
 
 def drain(
