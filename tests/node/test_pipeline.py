@@ -246,7 +246,7 @@ async def test_health_is_what_the_router_reads(three: Three) -> None:
     state = NodeState.from_dict(health)
     assert state.node_id == three.head.node_id == told.node_id
     assert [[r.first, r.last] for r in told.served_layers] == health["served_layers"] == [[0, 14]]
-    assert 0 < health["current_load"] <= 1
+    assert health["current_load"] > 0
     assert health["latency_ms"] > 0
     assert health["capacity_score"] > 0
     assert checked.status == health_pb2.HealthCheckResponse.NOT_SERVING, "the bench never said it is ready"

@@ -16,6 +16,7 @@ import uvloop
 from meshnet.node.app import NodeOptions, StartError, make_node
 from meshnet.node.loader import DEFAULT_SLOTS, EngineOptions
 from meshnet.node.logs import set_up_logs
+from meshnet.node.ring import DEFAULT_BYTES
 
 SWITCH_S = 0.0005
 
@@ -48,6 +49,12 @@ def node(
     entry: Annotated[str, typer.Option(help="Further layers at which sessions may start: 10,20.")] = "",
     data: Annotated[Path | None, typer.Option(help="Folder for the node's id and credential.")] = None,
     link_dtype: Annotated[str, typer.Option(help="Hidden states to other nodes: f32 or f16.")] = "f32",
+    max_gap: Annotated[
+        float, typer.Option(min=1, help="Milliseconds that a prompt may keep running streams waiting.")
+    ] = 250.0,
+    replay_buffer: Annotated[
+        int, typer.Option(min=0, help="Bytes of sent hidden states that are kept for lost stages.")
+    ] = DEFAULT_BYTES,
     no_retry: Annotated[bool, typer.Option("--no-retry", help="End when the tracker is not there.")] = False,
     log: Annotated[str, typer.Option(help="Form of the log: console or json.")] = "console",
     as_json: Annotated[
@@ -82,6 +89,7 @@ def node(
             n_ctx=ctx,
             n_slots=slots,
             memory=memory,
+            replay_buffer=replay_buffer,
         ),
         host=host,
         port=port,
@@ -93,6 +101,7 @@ def node(
         data=data,
         retry=not no_retry,
         link_dtype=link_dtype,
+        max_gap_ms=max_gap,
     )
     # With --json stdout belongs to the one line.
     set_up_logs("json" if log == "json" else "console", sys.stderr if as_json else sys.stdout)

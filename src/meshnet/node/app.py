@@ -26,6 +26,7 @@ from meshnet.engine.library import load_library
 from meshnet.engine.numerics import numerics_class
 from meshnet.models.errors import ModelError
 from meshnet.models.store import Store
+from meshnet.node.batching import Policy
 from meshnet.node.dataplane import DataPlane, DataPlaneServer
 from meshnet.node.headcalls import HeadCalls
 from meshnet.node.http import HttpServer, NodeHttp, listen
@@ -36,6 +37,7 @@ from meshnet.node.loader import EngineOptions, Holding, Loader, LoadError, in_th
 from meshnet.node.measure import LinkMeasurer
 from meshnet.node.membership import JoinFailed, Membership
 from meshnet.node.metrics import Metrics
+from meshnet.node.ring import SentRing
 from meshnet.node.stages import Stages
 from meshnet.node.verify import Verifier
 from meshnet.process import watch_parent
@@ -77,6 +79,7 @@ class NodeOptions:
     data: Path | None = None
     retry: bool = True
     link_dtype: str = "f32"
+    max_gap_ms: float = Policy().max_gap_ms
 
 
 class Node:
@@ -97,6 +100,8 @@ class Node:
             self.node_id,
             self._links,
             self._verifier.verify,
+            ring=SentRing(options.engine.replay_buffer),
+            policy=Policy(options.max_gap_ms),
             link_dtype=lambda node_id: self._link_dtypes.get(node_id, options.link_dtype),
         )
         self.loader = Loader(self.stages, store, options.engine, self._announce)

@@ -91,7 +91,7 @@ class Load:
 class Executor:
     """Owns the engine thread. All methods are for the event loop's thread."""
 
-    def __init__(self, deliver: Callable[[list[Outcome]], None], policy: Policy = Policy()) -> None:  # noqa: B008
+    def __init__(self, deliver: Callable[[list[Outcome]], None], policy: Policy) -> None:
         self._deliver = deliver
         self._policy = policy
         self._inbox: queue.SimpleQueue[Callable[[], Event | None] | None] = queue.SimpleQueue()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from meshnet.engine.base import Sampled, Tokens
+from meshnet.node.batching import Policy
 from meshnet.node.deadlines import decode_deadline, prefill_deadline
 from meshnet.node.executor import Executor, Outcome, Work
 from meshnet.node.health import WorkerState
@@ -51,13 +52,14 @@ class Flow:
         state: WorkerState,
         take_result: TakeResult,
         fail: FailSession,
+        policy: Policy,
     ) -> None:
         self.ring = ring
         self._node_id = node_id
         self._state = state
         self._take_result = take_result
         self._fail = fail
-        self.executor = Executor(self._deliver)
+        self.executor = Executor(self._deliver, policy)
 
     # ---------------------------------------------------------------- in
 

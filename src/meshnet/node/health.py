@@ -89,8 +89,8 @@ class WorkerState:
         self.node_id = node_id
         self.counters = Counters()
         self.alive = True
-        self.extra_load = 0.0
-        """Of the data plane itself, in slots."""
+        self.plane_load: Callable[[], float] = lambda: 0.0
+        """Load of the data plane itself, in slots: steps that wait for the engine."""
         self._shards = shards
         self._costs = costs
         self._latency = Ewma()
@@ -136,10 +136,10 @@ class WorkerState:
 
     @property
     def current_load(self) -> float:
-        """Busy slots over slots."""
+        """Busy slots, and steps that wait, over slots."""
         shards = self._shards()
         slots = sum(shard.info.n_slots for shard in shards)
-        busy = sum(shard.busy_slots for shard in shards) + self.extra_load
+        busy = sum(shard.busy_slots for shard in shards) + self.plane_load()
         return busy / slots if slots else 0.0
 
     def live_test(self, shard: Shard) -> SelfTest:
@@ -164,5 +164,5 @@ class WorkerState:
             "mid_shard_entry": bool(shards) and all(shard.mid_shard_entry for shard in shards),
             "served_requests": self.counters.served,
             "failed_requests": self.counters.failed,
-            "load": float(sum(shard.busy_slots for shard in shards)),
+            "load": self.plane_load(),
         }

@@ -21,6 +21,7 @@ from meshnet.models.store import Store
 from meshnet.node.headmodel import HeadModel
 from meshnet.node.health import capacity_score
 from meshnet.node.limits import available_memory, usable_cores
+from meshnet.node.ring import DEFAULT_BYTES
 from meshnet.node.sessions import Shard
 from meshnet.node.stages import Stages
 from meshnet.protocol import membership_pb2 as pb
@@ -44,6 +45,8 @@ class EngineOptions:
     n_ctx: int | None = None
     n_slots: int = DEFAULT_SLOTS
     memory: int | None = None
+    replay_buffer: int = DEFAULT_BYTES
+    """Bytes of sent hidden states that are kept; they count as the node's memory."""
 
     def context(self, model: ModelFile) -> int:
         return self.n_ctx or min(model.n_ctx_train or DEFAULT_CTX, DEFAULT_CTX)
@@ -115,7 +118,7 @@ class Loader:
 
     def check(self, model: ModelFile, ranges: Sequence[tuple[int, int]]) -> None:
         """Raises LoadError when the shards together do not fit the memory."""
-        left = self._options.memory if self._options.memory is not None else available_memory()
+        left = self._memory()
         for first, last in ranges:
             need = memory_need(
                 model, first, last, n_slots=self._options.n_slots, n_ctx=self._options.context(model)
@@ -125,6 +128,12 @@ class Loader:
             except EngineError as error:
                 raise LoadError(str(error)) from error
             left -= need.total
+
+    def _memory(self) -> int:
+        """Bytes that shards may take."""
+        options = self._options
+        have = options.memory if options.memory is not None else available_memory()
+        return max(have - options.replay_buffer, 0)
 
     def add(
         self,
@@ -209,7 +218,7 @@ class Loader:
                 cores=options.cores or None,
                 gpu_layers=options.gpu_layers,
                 device=options.device,
-                memory_limit=options.memory if options.memory is not None else available_memory(),
+                memory_limit=self._memory(),
                 progress=progress,
                 store=self._store,
             )

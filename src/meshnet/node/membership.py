@@ -27,6 +27,7 @@ LONGEST_PAUSE_S = 3.0
 WELCOME_S = 5.0
 INFO_S = 3.0
 MAX_INFO_BYTES = 64 << 10
+MAX_TRACKERS = 16
 OUTBOX = 256
 
 log = structlog.get_logger()
@@ -46,6 +47,8 @@ class JoinInfo:
 
     mesh_id: str
     grpc_address: str
+    trackers: tuple[str, ...] = ()
+    """Addresses of all trackers of the mesh: where one is gone, another takes the node."""
 
 
 def read_join_info(tracker: str) -> JoinInfo:
@@ -77,7 +80,8 @@ def read_join_info(tracker: str) -> JoinInfo:
         host, _, port = str(info["grpc_address"]).rpartition(":")
         if host in ("", "0.0.0.0", "[::]", "::"):  # noqa: S104 - recognised, not bound
             host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
-        return JoinInfo(str(info["mesh_id"]), f"{host}:{int(port)}")
+        trackers = tuple(str(each) for each in list(info.get("trackers", ()))[:MAX_TRACKERS])
+        return JoinInfo(str(info["mesh_id"]), f"{host}:{int(port)}", trackers)
     except (ValueError, KeyError, TypeError) as error:
         raise JoinFailed(
             f"at {tracker} there is no meshnet tracker (its /api/join-info cannot be read)"
@@ -110,6 +114,7 @@ class Membership:
         self.joined = asyncio.Event()
         """Set while the tracker knows this node."""
         self._tracker = tracker
+        self._trackers = [tracker]
         self._side = side
         self._retry = retry
         self._chance = chance
@@ -132,6 +137,7 @@ class Membership:
                 problem = str(again)
             except TrackerGone as gone:
                 problem = str(gone)
+                self._try_next()
             else:
                 problem = "the tracker ended the stream"
             was_joined = self.joined.is_set()
@@ -146,6 +152,11 @@ class Membership:
             log.warning("no tracker", reason=problem, next_try_s=round(wait, 2))
             await asyncio.sleep(wait)
             pause = min(pause * 1.7, LONGEST_PAUSE_S)
+
+    def _try_next(self) -> None:
+        """The tracker is gone: the next try goes to the next one that it has named."""
+        self._trackers.append(self._trackers.pop(0))
+        self._tracker = self._trackers[0]
 
     def send(self, message: pb.NodeMessage) -> bool:
         """Queues a report; False while there is no tracker, or when it does not read."""
@@ -169,6 +180,7 @@ class Membership:
 
     async def _visit(self, *, with_token: bool) -> None:
         info = await asyncio.to_thread(read_join_info, self._tracker)
+        self._trackers = list(dict.fromkeys([self._tracker, *info.trackers]))
         options = [("grpc.max_receive_message_length", 4 << 20), ("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.insecure_channel(info.grpc_address, options=options) as channel:
             call = MembershipStub(channel).Join()

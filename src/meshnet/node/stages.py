@@ -19,7 +19,7 @@ import numpy as np
 import structlog
 
 from meshnet.engine.base import EngineError, SamplingParams
-from meshnet.node.batching import Costs, Lane
+from meshnet.node.batching import Costs, Lane, Policy
 from meshnet.node.deadlines import open_deadline
 from meshnet.node.flow import CHUNK_ROWS, Flow
 from meshnet.node.health import WorkerState, lane_costs, step_ms
@@ -103,6 +103,7 @@ class Stages:
         verify: Callable[[str], Ticket],
         *,
         ring: SentRing | None = None,
+        policy: Policy = Policy(),  # noqa: B008 - frozen
         link_dtype: Callable[[str], str] = lambda _: "f32",
     ) -> None:
         self.node_id = node_id
@@ -113,9 +114,15 @@ class Stages:
         self.take_result: Callable[[str, Sequence[pb.Token], Sequence[pb.StageTime]], None] = lambda *_: None
         """Where tokens go that the tail of a route sampled for a call of this head."""
         self.flow = Flow(
-            node_id, ring or SentRing(), self.state, lambda *result: self.take_result(*result), self._fail
+            node_id,
+            ring or SentRing(),
+            self.state,
+            lambda *result: self.take_result(*result),
+            self._fail,
+            policy,
         )
         self.executor = self.flow.executor
+        self.state.plane_load = lambda: float(self.executor.load().waiting)
         self.prefixes = Prefixes()
         self._links = links
         self._verify = verify
