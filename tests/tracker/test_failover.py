@@ -261,6 +261,25 @@ async def test_where_only_the_busy_node_is_left_the_call_waits_for_it(tracker: R
     assert (await call).status == 200
 
 
+async def test_a_call_outlives_a_mesh_that_is_only_busy(start: Start) -> None:
+    """Its substitute is full for longer than it may keep its head: it waits in front of the queue."""
+    tracker = await start(park_s=0.1)
+    head, tail = await split(tracker)
+    spare = await tracker.node(layers=(15, 29), name="spare", decode_ms=5.0, slots=1)
+    force = {"X-Meshnet-Nodes": "head,spare", **tracker.admin()}
+    first = asyncio.create_task(tracker.chat(headers=force))
+    await tracker.until(lambda: len(head.seen) == 1)
+    body, call_id = await whole_text(
+        tracker, head, lambda seen: seen.lost.put_nowait((tail.node_id, "unreachable"))
+    )
+    assert text_of(body) == WHOLE
+    assert (await first).status == 200
+    assert [(s.call.epoch, s.ticket.stages[-1].node_id) for s in head.seen if s.call.call_id == call_id] == [
+        (0, tail.node_id),
+        (1, spare.node_id),
+    ]
+
+
 async def test_a_downstream_node_that_the_mesh_loses_is_replaced_before_the_head_notices(
     tracker: Running,
 ) -> None:

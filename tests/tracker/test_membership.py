@@ -190,9 +190,11 @@ async def test_nodes_of_a_model_are_told_of_each_other(tracker: Running) -> None
     head = await tracker.node(layers=(0, 14))
     tail = await tracker.node(layers=(15, 29))
     await tracker.node(model="other")
-    await tracker.until(lambda: bool(head.peers and tail.peers))
-    assert [(p.node_id, p.grpc_address) for p in head.peers[-1].peers] == [(tail.node_id, tail.grpc_address)]
-    assert [p.node_id for p in tail.peers[-1].peers] == [head.node_id]
+    await tracker.until(lambda: bool(head.peers_told and tail.peers_told))
+    assert [(p.node_id, p.grpc_address) for p in head.peers_told[-1].peers] == [
+        (tail.node_id, tail.grpc_address)
+    ]
+    assert [p.node_id for p in tail.peers_told[-1].peers] == [head.node_id]
 
 
 async def test_unlike_engine_versions_never_share_a_route(tracker: Running) -> None:

@@ -129,7 +129,7 @@ class WireNode:
         self.seen: list[Seen] = []
         self.open_calls: dict[str, Seen] = {}
         self.directives: list[pb.Directive] = []
-        self.peers: list[pb.Peers] = []
+        self.peers_told: list[pb.Peers] = []
         self.refused: pb.Refused | None = None
         self.welcome: pb.Welcome | None = None
         self.credential = ""
@@ -145,7 +145,7 @@ class WireNode:
         self.http_url = ""
         self.outbox: asyncio.Queue[pb.NodeMessage | None] = asyncio.Queue()
         self.ended = asyncio.Event()
-        self.welcomed = asyncio.Event()
+        self.in_mesh = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._server: grpc.aio.Server | None = None
         self._channel: grpc.aio.Channel | None = None
@@ -180,14 +180,14 @@ class WireNode:
     async def join(self, tracker: str) -> None:
         self.outbox = asyncio.Queue()
         self.ended.clear()
-        self.welcomed.clear()
+        self.in_mesh.clear()
         self.refused = None
         self._channel = grpc.aio.insecure_channel(tracker)
         stub = membership_pb2_grpc.MembershipStub(self._channel)
         self._stream = stub.Join(self._messages())
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._beat())]
         self.outbox.put_nowait(pb.NodeMessage(join=self.join_request()))
-        waiting = [asyncio.create_task(self.welcomed.wait()), asyncio.create_task(self.ended.wait())]
+        waiting = [asyncio.create_task(self.in_mesh.wait()), asyncio.create_task(self.ended.wait())]
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED, timeout=10)
         for task in waiting:
             task.cancel()
@@ -332,20 +332,20 @@ class WireNode:
                     self.welcome = message.welcome
                     self.credential = message.welcome.credential
                     self.mesh_id = message.welcome.mesh_id
-                    self.welcomed.set()
+                    self.in_mesh.set()
                 elif kind == "refused":
                     self.refused = message.refused
                 elif kind == "directive":
                     self.directives.append(message.directive)
                 elif kind == "peers":
-                    self.peers.append(message.peers)
+                    self.peers_told.append(message.peers)
         except grpc.aio.AioRpcError:
             pass
         finally:
             self.ended.set()
 
     async def _beat(self) -> None:
-        await self.welcomed.wait()
+        await self.in_mesh.wait()
         assert self.welcome is not None
         for sequence in itertools.count(1):
             if self.beating:

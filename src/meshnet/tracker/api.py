@@ -28,13 +28,13 @@ from meshnet.tracker.live import LiveCall
 from meshnet.tracker.members import Node
 from meshnet.tracker.metrics import CONTENT_TYPE, Metrics
 from meshnet.tracker.orchestrator import Orchestrator
+from meshnet.tracker.peers import PeerTrackers
 from meshnet.tracker.placing import preview_placement
 from meshnet.tracker.previews import preview, signed_ticket
 from meshnet.tracker.recorder import Recorder
 from meshnet.tracker.roster import Roster
 from meshnet.tracker.settings import TrackerSettings
 from meshnet.tracker.shelf import Shelf
-from meshnet.tracker.signals import DrainSet
 from meshnet.tracker.tuning import Tuning
 from meshnet.tracker.views import model_view, node_view, openai_model
 
@@ -57,6 +57,7 @@ class Tracker:
     metrics: Metrics
     authenticator: Authenticator
     experience: BooksExperience
+    peers: PeerTrackers
     grpc_port: int = 0
     started_s: int = 0
     stopping: bool = False
@@ -150,6 +151,7 @@ class Api:
                 else f"{host}:{self.t.grpc_port}",
                 "version": __version__,
                 "protocol_version": PROTOCOL_VERSION,
+                "trackers": self.t.peers.all_urls(),
             }
         )
 
@@ -231,17 +233,17 @@ class Api:
     async def drain(self, request: Request) -> Response:
         require_admin(_key(request))
         form = await read_form(request, forms.DrainForm)
-        return answer(self._drained(request.path_params["node"], True, form.reason))
+        return answer(await self._drained(request.path_params["node"], True, form.reason))
 
     async def undrain(self, request: Request) -> Response:
         require_admin(_key(request))
-        return answer(self._drained(request.path_params["node"], False, ""))
+        return answer(await self._drained(request.path_params["node"], False, ""))
 
-    def _drained(self, name: str, on: bool, reason: str) -> dict[str, Any]:
+    async def _drained(self, name: str, on: bool, reason: str) -> dict[str, Any]:
         node = self.t.roster.find(name)
         if node is None:
             raise ApiError(404, f"there is no node {name[:100]!r}", code="unknown_node", param="node")
-        self.t.roster.feed(DrainSet(node.node_id, on, reason))
+        await self.t.peers.set_drain(node.node_id, on, reason)
         return self._node(self.t.roster.state.nodes[node.node_id])
 
     def _node_changed(self, node_id: str, node: Node | None) -> None:
@@ -278,20 +280,50 @@ class Api:
 
     def _calls(self, key: KeyInfo) -> list[dict[str, Any]]:
         name_of = self.t.roster.name_of
-        return [call.view(name_of) for call in self.t.recorder.table.listed() if _may_see(key, call)]
+        shown = [call.view(name_of) for call in self.t.recorder.table.listed() if _may_see(key, call.key_id)]
+        elsewhere = [view for key_id, view in self.t.peers.calls() if _may_see(key, key_id)]
+        if elsewhere:
+            shown = sorted([*shown, *elsewhere], key=_in_flight_first)
+        return shown
 
-    def _call(self, request: Request) -> LiveCall:
+    def _call(self, request: Request) -> LiveCall | None:
+        """The call, or None when another tracker runs it. Raises ApiError (404)."""
         call_id = request.path_params["call"]
         call = self.t.recorder.table.get(call_id)
-        if call is None or not _may_see(_key(request), call):
+        elsewhere = self.t.peers.call(call_id) if call is None else None
+        owner = call.key_id if call is not None else elsewhere[0] if elsewhere is not None else None
+        if owner is None or not _may_see(_key(request), owner):
             raise ApiError(404, f"there is no call {call_id[:100]!r}", code="unknown_call", param="id")
         return call
 
+    async def _forwarded(self, request: Request) -> Response:
+        """The answer of the tracker that runs the call; what it told last where it does not answer."""
+        call_id, method = request.path_params["call"], request.method
+        authorization = request.headers.get("authorization", "")
+        found = await self.t.peers.forward(call_id, method, authorization) if authorization else None
+        if found is not None:
+            return Response(found[1], found[0], {"cache-control": "no-store"}, media_type="application/json")
+        elsewhere = self.t.peers.call(call_id)
+        if elsewhere is None or method != "GET":
+            raise ApiError(
+                503,
+                "the tracker that runs the call does not answer",
+                type="server_error",
+                code="tracker_unreachable",
+                retry_after=1,
+            )
+        return answer(elsewhere[1])
+
     async def get_call(self, request: Request) -> Response:
-        return answer(self._call(request).view(self.t.roster.name_of, timeline=True))
+        call = self._call(request)
+        if call is None:
+            return await self._forwarded(request)
+        return answer(call.view(self.t.roster.name_of, timeline=True))
 
     async def cancel_call(self, request: Request) -> Response:
         call = self._call(request)
+        if call is None:
+            return await self._forwarded(request)
         self.t.orchestrator.cancel(call.call_id, "cancelled", "cancelled through the API")
         # The call's own task carries the cancellation out; it is next in the loop.
         for _ in range(100):
@@ -413,5 +445,11 @@ def _viewer(key: KeyInfo) -> Viewer:
     return Viewer(0, key.scope == "admin", key.id)
 
 
-def _may_see(key: KeyInfo, call: LiveCall) -> bool:
-    return key.scope == "admin" or call.key_id == key.id
+def _may_see(key: KeyInfo, owner: int) -> bool:
+    return key.scope == "admin" or owner == key.id
+
+
+def _in_flight_first(view: dict[str, Any]) -> tuple[bool, int]:
+    """Calls in flight by their beginning, then the ended, the last ended first."""
+    ended = view["ended_ms"]
+    return (False, view["accepted_ms"]) if ended is None else (True, -ended)

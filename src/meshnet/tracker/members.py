@@ -149,12 +149,14 @@ class Node:
     lost_reason: str = ""
     lost_at: float = 0.0
     probe: ProbeWork = field(default_factory=ProbeWork)
+    via: str = ""
+    """The other tracker that holds the node's stream; empty: this one does."""
     cuts_sent: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     peers_sent: tuple[tuple[str, str], ...] = ()
 
     @property
     def connected(self) -> bool:
-        return self.connection is not None
+        return self.connection is not None or bool(self.via)
 
     def set_aside(self, now: float) -> bool:
         """True while a node that came and went too often waits out its pause."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
@@ -72,11 +73,19 @@ class _Visit:
 class Membership(membership_pb2_grpc.MembershipServicer):  # type: ignore[misc]
     """Answers `Join`. All decisions are the registry's; this is sockets and authentication."""
 
-    def __init__(self, roster: Roster, identity: Identity, doorman: Doorman, tries: FailedTries) -> None:
+    def __init__(
+        self,
+        roster: Roster,
+        identity: Identity,
+        doorman: Doorman,
+        tries: FailedTries,
+        trackers: Callable[[], list[str]],
+    ) -> None:
         self._roster = roster
         self._identity = identity
         self._doorman = doorman
         self._tries = tries
+        self._trackers = trackers
         self._connections = count(1)
 
     async def Join(self, requests: Any, context: Any) -> None:  # noqa: N802 - the name of the RPC
@@ -176,7 +185,7 @@ class Membership(membership_pb2_grpc.MembershipServicer):  # type: ignore[misc]
             case "heartbeat":
                 beat = message.heartbeat
                 self._roster.feed(read_beat(beat, node_id, connection, _now_ms()))
-                line.acknowledge(beat.sequence)
+                line.acknowledge(beat.sequence, self._trackers())
             case "shards":
                 node = self._roster.state.nodes.get(node_id)
                 numerics = node.numerics_class if node is not None else ""
@@ -212,6 +221,7 @@ class _Stream:
         self._identity = identity
         self._outbox: asyncio.Queue[pb.TrackerMessage | None] = asyncio.Queue(OUTBOX)
         self._directives = count(1)
+        self._trackers: list[str] = []
         self._closed = False
 
     def tell(
@@ -245,8 +255,13 @@ class _Stream:
                 peers = [pb.Peer(node_id=node_id, grpc_address=at) for node_id, at in effect.peers]
                 self._put(pb.TrackerMessage(peers=pb.Peers(peers=peers)))
 
-    def acknowledge(self, sequence: int) -> None:
-        self._put(pb.TrackerMessage(ack=pb.HeartbeatAck(sequence=sequence)))
+    def acknowledge(self, sequence: int, trackers: list[str]) -> None:
+        """Says that a heartbeat came, and where else the node may go once the list has changed."""
+        ack = pb.HeartbeatAck(sequence=sequence)
+        if trackers != self._trackers:
+            self._trackers = trackers
+            ack.trackers.extend(trackers)
+        self._put(pb.TrackerMessage(ack=ack))
 
     def close(self) -> None:
         """Ends the stream once what is in the outbox has gone out."""

@@ -21,6 +21,7 @@ from meshnet.tracker.signals import (
     Gone,
     Joined,
     LinksMeasured,
+    PeerSaid,
     Probe,
     Probed,
     Refuse,
@@ -41,6 +42,8 @@ FORGET_LOST_S = 3_600.0
 MAX_PEERS = 64
 MAX_NODES = 10_000
 MAX_LINKS = 64
+PEER_LEASES = 3
+"""What another tracker tells comes by way of the database, and later."""
 
 
 Step = tuple[State, tuple[Effect, ...]]
@@ -63,6 +66,8 @@ def step(state: State, event: Event, now: float) -> Step:
             return _probed(state, event, now)
         case DrainSet():
             return _drain(state, event)
+        case PeerSaid():
+            return _peer_said(state, event, now)
         case Tick():
             return _tick(state, now)
 
@@ -296,6 +301,7 @@ def _lose(state: State, node: Node, reason: str, now: float, *, count: bool) -> 
     after = replace(
         node,
         connection=None,
+        via="",
         losses=losses[-64:],
         lost_reason=reason,
         lost_at=now,
@@ -347,7 +353,10 @@ def _drain(state: State, event: DrainSet) -> Step:
 def _tick(state: State, now: float) -> Step:
     effects: list[Effect] = []
     for node in list(state.nodes.values()):
-        if node.connection is not None and now - node.seen_at >= state.rules.lease_s:
+        if node.via and now - node.seen_at >= PEER_LEASES * state.rules.lease_s:
+            state, more = _lose(state, node, "its tracker told nothing new of it", now, count=False)
+            effects += more
+        elif node.connection is not None and now - node.seen_at >= state.rules.lease_s:
             silent = f"no heartbeat for {now - node.seen_at:.1f} s"
             state, more = _lose(state, node, silent, now, count=True)
             effects += [CloseStream(node.connection), *more]
@@ -355,12 +364,40 @@ def _tick(state: State, now: float) -> Step:
             probes, after = _probes(node, now)
             state = _put(state, after)
             effects += probes
-        elif node.connection is None and now - node.lost_at >= FORGET_LOST_S and not node.draining:
+        elif not node.connected and now - node.lost_at >= FORGET_LOST_S and not node.draining:
             kept = {key: value for key, value in state.nodes.items() if key != node.node_id}
             links = {pair: link for pair, link in state.links.items() if node.node_id not in pair}
             state = replace(state, nodes=MappingProxyType(kept), links=MappingProxyType(links))
             effects.append(Say("node forgotten", node.node_id, f"node forgotten {node.name}"))
     return state, tuple(effects)
+
+
+def _peer_said(state: State, event: PeerSaid, now: float) -> Step:
+    """Takes another tracker's nodes as they are told; nodes on streams of our own are ours to know."""
+    effects: list[Effect] = []
+    told = {node.node_id: node for node in event.nodes}
+    changed: list[Node] = []
+    for node_id, node in told.items():
+        before = state.nodes.get(node_id)
+        if before is not None and before.connection is not None:
+            continue
+        draining = before is not None and before.draining
+        changed.append(
+            replace(node, connection=None, via=event.tracker_id, draining=draining or node.draining)
+        )
+        if before is None or not before.connected:
+            effects.append(Say("node joined", node_id, f"node joined {node.name} at another tracker"))
+        elif node.wedged and not before.wedged:
+            effects.append(Gone(node_id, "its engine is wedged: no step completes"))
+    settled = _put(state, *changed) if changed else state
+    for before in list(state.nodes.values()):
+        if before.via == event.tracker_id and before.node_id not in told:
+            settled, more = _lose(settled, before, "it left another tracker", now, count=False)
+            effects += more
+    membership = {n.node_id for n in state.nodes.values() if n.via} != {
+        n.node_id for n in settled.nodes.values() if n.via
+    }
+    return _settle(settled, effects, now) if membership else (settled, tuple(effects))
 
 
 def _probes(node: Node, now: float) -> tuple[list[Effect], Node]:
@@ -377,10 +414,11 @@ def _probes(node: Node, now: float) -> tuple[list[Effect], Node]:
 def _settle(state: State, effects: list[Effect], now: float) -> Step:
     """After nodes or shards changed: tells cuts and peers to those whose view changed, and starts probes."""
     connected = [node for node in state.nodes.values() if node.connected]
+    mine = [node for node in connected if node.connection is not None]
     models = {shard.model for node in connected for shard in node.shards}
     by_model = {model: borders(connected, model) for model in models}
     changed: list[Node] = []
-    for node in connected:
+    for node in mine:
         after, more = _tell_cuts(node, by_model)
         after, peers = _tell_peers(after, connected)
         probes, after = _probes(after, now)

@@ -83,12 +83,13 @@ class Seat:
         """Waits in turn for a route of the whole model. Raises NoPlace.
 
         `waits` is called once when there is no room at once, `keep_alive` now and then with the position.
-        What the call held before (`urgent`: it runs, and lost its route) is given back first.
+        What the call held before (`urgent`: it runs, and lost its route) is given back first; it goes to the
+        front of the queue. A mesh that is only busy loses no call.
         """
         if urgent:
             self.placement.release(self.order.call_id)
         loop = asyncio.get_running_loop()
-        longest = self.settings.park_s if urgent else self.settings.queue_wait_s
+        longest = self.settings.queue_wait_s
         begun = kept_alive = loop.time()
         future = self.placement.submit(self._job(without, urgent=urgent))
         if not future.done():

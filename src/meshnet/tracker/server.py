@@ -29,6 +29,7 @@ from meshnet.tracker.live import LiveTable
 from meshnet.tracker.membership import Identity, JoinRefused, Membership, probe_node, serve_membership
 from meshnet.tracker.metrics import Metrics
 from meshnet.tracker.orchestrator import Orchestrator
+from meshnet.tracker.peers import PeerTrackers
 from meshnet.tracker.placement import Placement
 from meshnet.tracker.recorder import Recorder
 from meshnet.tracker.roster import Roster
@@ -105,6 +106,13 @@ class Server:
             shelf = Shelf(roster)
             orchestrator = Orchestrator(settings, books, roster, shelf, placement, heads, recorder, tuning.of)
             roster.on_say(lambda said: _show(console, said))
+            peers = PeerTrackers(
+                books,
+                roster,
+                recorder.table,
+                feed,
+                f"http://{_dialled(settings)}:{settings.port or port_of(listener)}",
+            )
             authenticator = Authenticator(
                 books, Sessions(books.mesh.signing_secret, settings.session_hours * 3600), tries
             )
@@ -120,6 +128,7 @@ class Server:
                 metrics=metrics,
                 authenticator=authenticator,
                 experience=experience,
+                peers=peers,
                 started_s=int(time.time()),
             )
             door = FrontDoor(settings, authenticator, orchestrator, shelf)
@@ -131,7 +140,7 @@ class Server:
                 heartbeat_ms=settings.heartbeat_ms,
                 lease_ms=settings.lease_ms,
             )
-            membership = Membership(roster, identity, _Doorman(books), tries)
+            membership = Membership(roster, identity, _Doorman(books), tries, peers.all_urls)
             try:
                 self._grpc, tracker.grpc_port = await serve_membership(
                     membership, settings.host, settings.grpc_port
@@ -145,11 +154,13 @@ class Server:
                 if self._serving.done():
                     self._serving.result()
                 await asyncio.sleep(0.005)
-            port = listener.getsockname()[1]
+            port = port_of(listener)
         if port != settings.port:
             tracker.settings = settings.model_copy(update={"port": port})
-        await books.start(f"http://{settings.host}:{port}")
+        await books.start(f"http://{_dialled(settings)}:{port}")
         orchestrator.checker.start()
+        await peers.apply_drains()
+        peers.start()
         return Started(port, tracker.grpc_port, secrets)
 
     async def stop(self) -> None:
@@ -169,6 +180,7 @@ class Server:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._serving
         if self.tracker is not None:
+            await self.tracker.peers.stop()
             await self.tracker.orchestrator.checker.stop()
         if self._roster is not None:
             await self._roster.stop()
@@ -263,6 +275,18 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
     except BaseException:
         listener.close()
         raise
+
+
+def port_of(listener: socket.socket) -> int:
+    port: int = listener.getsockname()[1]
+    return port
+
+
+def _dialled(settings: TrackerSettings) -> str:
+    """The host under which other trackers reach this one."""
+    anywhere = settings.host in ("0.0.0.0", "::")  # noqa: S104 - recognised, not bound
+    host = settings.advertise or (socket.gethostname() if anywhere else settings.host)
+    return f"[{host}]" if ":" in host else host
 
 
 def _rules(settings: TrackerSettings) -> Rules:

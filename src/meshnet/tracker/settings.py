@@ -61,8 +61,9 @@ class TrackerSettings(BaseSettings):
     """How long a head may take to open the whole route, beyond what it measured itself to need."""
     decode_deadline_s: Seconds = 10.0
     """The longest that a head may be silent between decode steps."""
-    park_s: Seconds = 10.0
-    """How long a call may look for a substitute of a lost node before it ends with route_lost."""
+    park_s: Seconds = 2.0
+    """How long a call that lost a node keeps its head while every substitute is full; then it waits in front
+    of the queue for room on a whole route."""
     max_reroutes: Annotated[int, Field(ge=0)] = 8
     fallback_models: dict[str, str] = Field(default_factory=dict)
     """Model id -> the model that answers, marked degraded, when the first has no route."""

@@ -192,7 +192,12 @@ SCHEMAS: dict[str, Schema] = {
         system_fingerprint=STRING,
     ),
     "JoinInfo": record(
-        mesh_id=STRING, name=STRING, grpc_address=STRING, version=STRING, protocol_version=INTEGER
+        mesh_id=STRING,
+        name=STRING,
+        grpc_address=STRING,
+        version=STRING,
+        protocol_version=INTEGER,
+        trackers=array(STRING),
     ),
     "Session": record(scope=one_of("use", "admin"), name=STRING),
     "SignedOut": record(signed_out=FLAG),

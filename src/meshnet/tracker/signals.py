@@ -121,11 +121,19 @@ class DrainSet:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerSaid:
+    """The nodes on streams of another tracker of the mesh; none when that tracker is gone."""
+
+    tracker_id: str
+    nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     now_ms: int
 
 
-Event = Joined | Beat | ShardsChanged | LinksMeasured | StreamEnded | Probed | DrainSet | Tick
+Event = Joined | Beat | ShardsChanged | LinksMeasured | StreamEnded | Probed | DrainSet | PeerSaid | Tick
 
 
 @dataclass(frozen=True, slots=True)
