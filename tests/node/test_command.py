@@ -247,6 +247,46 @@ def test_a_client_with_a_ticket_uses_the_node_directly(running: Mesh) -> None:
         assert wrong.status_code == 404
 
 
+def test_a_node_loads_the_cuts_that_the_mesh_uses(running: Mesh) -> None:
+    """Another node's border becomes an entry layer here, without a hand and with nothing held twice."""
+
+    def entries() -> list[int]:
+        listed = running.get("/api/nodes")["nodes"]
+        (shard,) = next(node for node in listed if node["name"] == "whole")["shards"]
+        return list(shard["entry_layers"]) if shard["state"] == "ready" else []
+
+    process = running.start_node("early", "0-11", "--threads", "1", "--slots", "2", "--ctx", "512")
+    running.wait_ready("early")
+    deadline = time.monotonic() + 60
+    while entries() != [0, 12]:
+        assert time.monotonic() < deadline, entries()
+        time.sleep(0.1)
+    running.wait_ready("whole")
+    body = {"model": "smollm2-135m-instruct", "prompt": "A, B, C,", "max_tokens": 8, "temperature": 0}
+    with running.client(admin=True) as client:
+        alone = client.post("/v1/completions", json=body, headers={"X-Meshnet-Nodes": "whole"})
+        both = client.post("/v1/completions", json=body, headers={"X-Meshnet-Nodes": "early,whole"})
+    assert both.status_code == 200, both.text
+    assert both.headers["X-Meshnet-Route"] == "early[0-11]>whole[12-29]"
+    assert both.json()["choices"][0]["text"] == alone.json()["choices"][0]["text"]
+    assert process.stop() == 0
+
+
+def test_a_waiting_node_burns_nothing_and_stays_small(running: Mesh) -> None:
+    """Resident memory: the shard, its room for sessions, the replay buffer, and 250 MB at most."""
+    process = psutil.Process(running.nodes["whole"].pid)
+    before = process.cpu_times()
+    time.sleep(5)
+    after = process.cpu_times()
+    busy = after.user + after.system - before.user - before.system
+    assert busy < 3 * 0.05 * 5, f"{busy:.2f} s of 5 s"
+    (node,) = (node for node in running.get("/api/nodes")["nodes"] if node["name"] == "whole")
+    shard = node["shards"][0]
+    room = shard["n_slots"] * 30 * 512 * 2 * 192 * 2  # positions x layers x (key and value of 192 halves)
+    weights = smollm2_path().stat().st_size
+    assert process.memory_info().rss < weights + room + (64 << 20) + 250_000_000
+
+
 def test_sigterm_drains_and_a_second_one_ends(running: Mesh) -> None:
     """The running answer ends whole; new calls are not taken; a node that is told twice does not wait."""
     name = "smollm2-135m-instruct"
