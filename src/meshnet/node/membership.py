@@ -1,7 +1,8 @@
 """The line to the tracker: finds it, joins, sends heartbeats and reports, takes directives, comes back.
 
 A tracker that is not there is tried for ever, at growing pauses of at most 3 seconds; what is loaded stays
-loaded meanwhile.
+loaded meanwhile. Where several trackers share a mesh, each says where the others are, and a node whose tracker is
+gone goes to the next: any will do, for they sign with one key and tell each other their nodes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import http.client
 import json
 import random
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,6 +29,7 @@ WELCOME_S = 5.0
 INFO_S = 3.0
 MAX_INFO_BYTES = 64 << 10
 MAX_TRACKERS = 16
+SCHEMES = ("http://", "https://")
 OUTBOX = 256
 
 log = structlog.get_logger()
@@ -101,6 +103,8 @@ class Side(Protocol):
 
     def peers(self, peers: pb.Peers) -> None: ...
 
+    def other_trackers(self, trackers: tuple[str, ...]) -> None: ...
+
 
 _Stream = grpc.aio.StreamStreamCall[pb.NodeMessage, pb.TrackerMessage]
 
@@ -109,12 +113,20 @@ class Membership:
     """`run` is its task; it ends by JoinFailed, by cancellation, or after `leave`."""
 
     def __init__(
-        self, tracker: str, side: Side, *, retry: bool = True, chance: Callable[[], float] = random.random
+        self,
+        tracker: str,
+        side: Side,
+        *,
+        others: Sequence[str] = (),
+        retry: bool = True,
+        chance: Callable[[], float] = random.random,
     ) -> None:
+        """`tracker` is the one that the user named, `others` those of its mesh that were known before."""
         self.joined = asyncio.Event()
         """Set while the tracker knows this node."""
-        self._tracker = tracker
-        self._trackers = [tracker]
+        self._named = self._tracker = tracker
+        self._others = tuple(others)
+        self._trackers = [tracker, *others]
         self._side = side
         self._retry = retry
         self._chance = chance
@@ -138,6 +150,11 @@ class Membership:
             except TrackerGone as gone:
                 problem = str(gone)
                 self._try_next()
+            except JoinFailed as failed:
+                if self._tracker == self._named:
+                    raise
+                problem = str(failed)
+                self._try_next()
             else:
                 problem = "the tracker ended the stream"
             was_joined = self.joined.is_set()
@@ -152,6 +169,14 @@ class Membership:
             log.warning("no tracker", reason=problem, next_try_s=round(wait, 2))
             await asyncio.sleep(wait)
             pause = min(pause * 1.7, LONGEST_PAUSE_S)
+
+    def _know(self, told: Sequence[str]) -> None:
+        """Takes what a tracker says of the mesh's trackers. The one that the user named is never forgotten."""
+        urls = tuple(url.rstrip("/") for url in told if url.startswith(SCHEMES))[:MAX_TRACKERS]
+        self._trackers = list(dict.fromkeys([self._tracker, *urls, self._named]))
+        if urls and urls != self._others:
+            self._others = urls
+            self._side.other_trackers(urls)
 
     def _try_next(self) -> None:
         """The tracker is gone: the next try goes to the next one that it has named."""
@@ -180,7 +205,9 @@ class Membership:
 
     async def _visit(self, *, with_token: bool) -> None:
         info = await asyncio.to_thread(read_join_info, self._tracker)
-        self._trackers = list(dict.fromkeys([self._tracker, *info.trackers]))
+        mesh_id = self._side.join_request(with_token=False).mesh_id
+        if self._tracker != self._named and info.mesh_id != mesh_id:
+            raise TrackerGone(f"at {self._tracker} there is the tracker of another mesh")
         options = [("grpc.max_receive_message_length", 4 << 20), ("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.insecure_channel(info.grpc_address, options=options) as channel:
             call = MembershipStub(channel).Join()
@@ -197,6 +224,7 @@ class Membership:
                     self._refused(first.refused, with_token=with_token)
                 if not first.HasField("welcome"):
                     raise JoinFailed(f"the tracker at {self._tracker} does not speak this protocol")
+                self._know(info.trackers)
                 await self._stay(call, first.welcome)
             except grpc.aio.AioRpcError as error:
                 raise TrackerGone(
@@ -273,6 +301,8 @@ class Membership:
             self._side.directed(message.directive)
         elif kind == "peers":
             self._side.peers(message.peers)
+        elif kind == "ack" and message.ack.trackers:
+            self._know(list(message.ack.trackers))
         elif kind == "refused":
             self._refused(message.refused, with_token=True)
 
