@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from meshnet.node.membership import JoinFailed, Membership, TrackerGone, read_join_info
+from meshnet.node.membership import JoinFailed, Membership, TrackerGone, meant_for, read_join_info
 from meshnet.protocol import membership_pb2 as pb
 from meshnet.protocol.membership_pb2_grpc import MembershipServicer, add_MembershipServicer_to_server
 
@@ -28,11 +28,15 @@ class Node:
     directives: list[pb.Directive] = field(default_factory=list)
     welcomes: int = 0
     seen_peers: list[str] = field(default_factory=list)
+    kept_trackers: tuple[str, ...] = ()
 
     def join_request(self, *, with_token: bool) -> pb.JoinRequest:
         back = bool(self.credential) and not with_token
         return pb.JoinRequest(
-            node_id="n", credential=self.credential if back else "", join_token="" if back else self.token
+            node_id="n",
+            credential=self.credential if back else "",
+            join_token="" if back else self.token,
+            mesh_id="m",
         )
 
     def heartbeat(self) -> pb.Heartbeat:
@@ -47,6 +51,9 @@ class Node:
     def peers(self, peers: pb.Peers) -> None:
         self.seen_peers = [peer.node_id for peer in peers.peers]
 
+    def other_trackers(self, trackers: tuple[str, ...]) -> None:
+        self.kept_trackers = trackers
+
 
 class Stub(MembershipServicer):  # type: ignore[misc]
     """A tracker for one test: `answer` says what becomes of a join."""
@@ -56,6 +63,8 @@ class Stub(MembershipServicer):  # type: ignore[misc]
         self.joins: list[pb.JoinRequest] = []
         self.beats: list[int] = []
         self.messages: list[str] = []
+        self.trackers: list[str] = []
+        self.mesh_id = "m"
 
     async def Join(self, _requests: Any, context: Any) -> None:
         first = await context.read()
@@ -67,9 +76,8 @@ class Stub(MembershipServicer):  # type: ignore[misc]
             self.messages.append(message.WhichOneof("kind"))
             if message.HasField("heartbeat"):
                 self.beats.append(message.heartbeat.sequence)
-                await context.write(
-                    pb.TrackerMessage(ack=pb.HeartbeatAck(sequence=message.heartbeat.sequence))
-                )
+                ack = pb.HeartbeatAck(sequence=message.heartbeat.sequence, trackers=self.trackers)
+                await context.write(pb.TrackerMessage(ack=ack))
 
 
 WELCOME = pb.TrackerMessage(welcome=pb.Welcome(mesh_id="m", node_id="n", heartbeat_ms=100, lease_ms=300))
@@ -85,7 +93,8 @@ async def tracker(answer: Answer) -> AsyncIterator[tuple[str, Stub]]:
 
     async def http(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        body = json.dumps({"mesh_id": "m", "grpc_address": f"127.0.0.1:{port}"}).encode()
+        info = {"mesh_id": stub.mesh_id, "grpc_address": f"127.0.0.1:{port}", "trackers": stub.trackers}
+        body = json.dumps(info).encode()
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body)
         await writer.drain()
         writer.close()
@@ -204,6 +213,70 @@ async def test_a_tracker_that_falls_silent_is_given_up() -> None:
         await until(lambda: node.welcomes == 2)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_node_whose_tracker_is_gone_goes_to_another_and_back() -> None:
+    """Each tracker names the others while the node is there; the one that the user named is kept always."""
+
+    async def stay(context: Any, _join: pb.JoinRequest) -> None:
+        await context.write(WELCOME)
+        await two.listen(context)
+
+    async def once(context: Any, _join: pb.JoinRequest) -> None:
+        await context.write(WELCOME)
+        one.trackers = [url_one, url_foreign, url_two]
+        if len(one.joins) == 1:
+            await asyncio.wait_for(one.listen(context), 0.5)
+        await one.listen(context)
+
+    async with tracker(once) as (url_one, one), tracker(stay) as (url_foreign, foreign):
+        foreign.mesh_id = "another"
+        node = Node()
+        membership = Membership(url_one, node)
+        task = asyncio.create_task(membership.run())
+        async with tracker(stay) as (url_two, two):
+            await until(lambda: len(two.joins) == 1 and bool(two.beats))
+            assert node.kept_trackers == (url_one, url_foreign, url_two)
+            assert not foreign.joins
+            two.trackers = [url_two]
+            await until(lambda: node.kept_trackers == (url_two,))
+        await until(lambda: len(one.joins) == 2)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_node_that_starts_while_its_tracker_is_gone_finds_one_that_it_knew() -> None:
+    async def answer(context: Any, _join: pb.JoinRequest) -> None:
+        await context.write(WELCOME)
+        await stub.listen(context)
+
+    async with tracker(answer) as (url, stub):
+        membership = Membership("http://127.0.0.1:9", Node(credential="good"), others=[url])
+        task = asyncio.create_task(membership.run())
+        await asyncio.wait_for(membership.joined.wait(), 10)
+        assert stub.joins[0].credential == "good"
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_only_the_tracker_that_the_user_named_can_refuse_for_good() -> None:
+    async def refuse(context: Any, _join: pb.JoinRequest) -> None:
+        await context.write(pb.TrackerMessage(refused=pb.Refused(code="bad_token", message="not you")))
+
+    async with tracker(refuse) as (url, stub):
+        task = asyncio.create_task(Membership("http://127.0.0.1:9", Node(), others=[url]).run())
+        await until(lambda: len(stub.joins) == 2)
+        assert not task.done()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def test_another_machines_loopback_is_not_dialled() -> None:
+    assert meant_for("http://10.0.0.7:8080", "http://10.0.0.9:8080")
+    assert meant_for("http://127.0.0.1:8080", "localhost:8080")
+    assert not meant_for("http://127.0.0.1:8080", "http://10.0.0.9:8080")
+    assert not meant_for("http://[", "http://10.0.0.9:8080")
+    assert not meant_for("file:///x", "http://10.0.0.9:8080")
 
 
 async def test_pauses_grow_to_three_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

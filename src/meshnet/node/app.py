@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import structlog
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -115,7 +116,9 @@ class Node:
         self._http: HttpServer | None = None
         self.http_port = 0
         self._measurer = LinkMeasurer(self._links_measured)
-        self._membership = Membership(options.tracker, self, retry=options.retry)
+        self._membership = Membership(
+            options.tracker, self, others=keeper.identity.trackers, retry=options.retry
+        )
         self._directives: asyncio.Queue[pb.Directive] = asyncio.Queue(256)
         self._drained_by_tracker = False
         self._hurry = asyncio.Event()
@@ -379,7 +382,8 @@ class Node:
         key = Ed25519PublicKey.from_public_bytes(welcome.ticket_public_key)
         self._verifier.use(welcome.mesh_id, key)
         kept = self._keeper.identity
-        fresh = Identity(self.node_id, welcome.mesh_id, welcome.credential or kept.credential)
+        credential = welcome.credential or kept.credential
+        fresh = Identity(self.node_id, welcome.mesh_id, credential, kept.trackers)
         if fresh != kept:
             self._keeper.keep(fresh)
         log.info("joined", mesh=welcome.mesh_id, name=welcome.name)
@@ -389,6 +393,9 @@ class Node:
         self._measurer.use(
             {peer.node_id: peer.grpc_address for peer in peers.peers if peer.node_id != self.node_id}
         )
+
+    def other_trackers(self, trackers: tuple[str, ...]) -> None:
+        self._keeper.keep(msgspec.structs.replace(self._keeper.identity, trackers=trackers))
 
     def directed(self, directive: pb.Directive) -> None:
         kind = directive.WhichOneof("kind")

@@ -23,6 +23,8 @@ class Identity(msgspec.Struct, frozen=True):
     node_id: str
     mesh_id: str = ""
     credential: str = ""
+    trackers: tuple[str, ...] = ()
+    """Where the mesh's trackers were: a node that starts while its own is gone finds another."""
 
 
 def default_folder(name: str) -> Path:

@@ -1,8 +1,8 @@
 """The line to the tracker: finds it, joins, sends heartbeats and reports, takes directives, comes back.
 
 A tracker that is not there is tried for ever, at growing pauses of at most 3 seconds; what is loaded stays
-loaded meanwhile. Where several trackers share a mesh, each says where the others are, and a node whose tracker is
-gone goes to the next: any will do, for they sign with one key and tell each other their nodes.
+loaded meanwhile. Where several trackers share a mesh, each says where the others are, and a node whose
+tracker is gone goes to the next: any will do, for they sign with one key and tell each other their nodes.
 """
 
 from __future__ import annotations
@@ -90,6 +90,20 @@ def read_join_info(tracker: str) -> JoinInfo:
         ) from error
 
 
+def meant_for(url: str, tracker: str) -> bool:
+    """Whether an address that `tracker` names can be dialled from here: its own loopback is not ours."""
+    try:
+        return url.startswith(SCHEMES) and (not loopback(url) or loopback(tracker))
+    except ValueError:
+        return False
+
+
+def loopback(url: str) -> bool:
+    """Raises ValueError for what is no address."""
+    host = urllib.parse.urlsplit(url if "//" in url else f"//{url}").hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
 class Side(Protocol):
     """What the membership client asks of the node."""
 
@@ -171,8 +185,8 @@ class Membership:
             pause = min(pause * 1.7, LONGEST_PAUSE_S)
 
     def _know(self, told: Sequence[str]) -> None:
-        """Takes what a tracker says of the mesh's trackers. The one that the user named is never forgotten."""
-        urls = tuple(url.rstrip("/") for url in told if url.startswith(SCHEMES))[:MAX_TRACKERS]
+        """Takes what a tracker says of the mesh's trackers. The one that the user named is kept always."""
+        urls = tuple(url.rstrip("/") for url in told[:MAX_TRACKERS] if meant_for(url, self._tracker))
         self._trackers = list(dict.fromkeys([self._tracker, *urls, self._named]))
         if urls and urls != self._others:
             self._others = urls
