@@ -143,6 +143,22 @@ async def test_a_head_that_beats_but_sends_nothing_misses_its_deadline(start: St
     assert any(m["event"] == "lost" and m["detail"]["code"] == "deadline" for m in call["timeline"])
 
 
+async def test_a_head_that_has_much_to_do_and_says_that_it_lives_is_waited_for(start: Start) -> None:
+    tracker = await start(decode_deadline_s=0.3)
+    head = await tracker.node(name="first")
+    head.script.tokens, head.script.interval_s = COUNT, 0.02
+    await tracker.node(name="second", decode_ms=5.0)
+
+    async def busy(seen: Seen) -> None:
+        seen.frozen = seen.says_alive = True
+        await asyncio.sleep(4.0)  # longer than the deadline and its margin
+        seen.frozen = False
+
+    body, call_id = await whole_text(tracker, head, busy)
+    assert text_of(body) == WHOLE
+    assert (await tracker.get(f"/api/calls/{call_id}"))["reroutes"] == 0
+
+
 async def test_without_another_holder_the_call_ends_with_route_lost_and_its_partial_text(
     tracker: Running,
 ) -> None:

@@ -6,10 +6,6 @@ import asyncio
 from pathlib import Path
 
 from tracker.conftest import Running, Start
-from tracker.wire_node import WireNode
-
-from meshnet.node.membership import Membership
-from meshnet.protocol import membership_pb2 as pb
 
 COUNT = 60
 
@@ -64,44 +60,14 @@ async def test_calls_are_known_at_both_and_can_be_cancelled_at_either(start: Sta
     await answer.read()
 
 
-async def test_a_node_learns_of_trackers_that_come_later_and_goes_to_them(
-    start: Start, tmp_path: Path
-) -> None:
+async def test_nodes_are_told_of_trackers_that_come_and_go(start: Start, tmp_path: Path) -> None:
     one = await start(data=tmp_path / "shared")
-    side = Side(one.join_token)
-    membership = Membership(one.base, side)
-    running = asyncio.create_task(membership.run())
-    await asyncio.wait_for(membership.joined.wait(), 10)
+    node = await one.node()
+    await one.until(lambda: node.trackers == [one.base], 10)
     two = await start(data=tmp_path / "shared", secrets=one)
-    await asyncio.sleep(2.5)
-    await one.server.stop()
-    await two.until(lambda: two.state(side) in ("loading", "joining"), 10)
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-
-
-class Side(WireNode):
-    """A test node behind the real membership client."""
-
-    def __init__(self, token: str) -> None:
-        super().__init__(token)
-        self.http_url, self.grpc_address = "http://127.0.0.1:1", "127.0.0.1:1"
-        self.shard_state = "loading"
-
-    def join_request(self, *, with_token: bool = False) -> pb.JoinRequest:
-        return super().join_request()
-
-    def heartbeat(self, sequence: int = 0) -> pb.Heartbeat:
-        return super().heartbeat(sequence)
-
-    def welcomed(self, welcome: pb.Welcome) -> None:
-        self.credential, self.mesh_id = welcome.credential, welcome.mesh_id
-
-    def directed(self, directive: pb.Directive) -> None:
-        self.directives.append(directive)
-
-    def peers(self, peers: pb.Peers) -> None:
-        """Nothing to dial."""
+    await one.until(lambda: node.trackers == [one.base, two.base], 10)
+    await two.server.stop()
+    await one.until(lambda: node.trackers == [one.base], 15)
 
 
 async def test_one_tracker_is_killed_and_new_calls_through_the_other_do_not_notice(

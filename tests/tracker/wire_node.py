@@ -84,6 +84,8 @@ class Seen:
     rerouted: asyncio.Event = field(default_factory=asyncio.Event)
     lost: asyncio.Queue[tuple[str, str]] = field(default_factory=asyncio.Queue)
     frozen: bool = False
+    says_alive: bool = False
+    """While it is frozen."""
 
 
 class WireNode:
@@ -130,6 +132,7 @@ class WireNode:
         self.open_calls: dict[str, Seen] = {}
         self.directives: list[pb.Directive] = []
         self.peers_told: list[pb.Peers] = []
+        self.trackers: list[str] = []
         self.refused: pb.Refused | None = None
         self.welcome: pb.Welcome | None = None
         self.credential = ""
@@ -335,6 +338,8 @@ class WireNode:
                     self.in_mesh.set()
                 elif kind == "refused":
                     self.refused = message.refused
+                elif kind == "ack" and message.ack.trackers:
+                    self.trackers = list(message.ack.trackers)
                 elif kind == "directive":
                     self.directives.append(message.directive)
                 elif kind == "peers":
@@ -390,7 +395,7 @@ class WireNode:
         await response.prepare(request)
 
         async def emit(*events: Event) -> None:
-            await response.write(b"".join(encode_event(event) + b"\n" for event in events))
+            await response.write(b"".join(encode_event(event) + b"\n" for event in events) or b"\n")
 
         try:
             await self._generate(seen, script, emit)
@@ -444,6 +449,8 @@ class WireNode:
     async def _hitches(self, seen: Seen, emit: Callable[..., Any]) -> None:
         while seen.frozen:
             await asyncio.sleep(0.02)
+            if seen.says_alive:
+                await emit()
         if not seen.lost.empty():
             node_id, code = seen.lost.get_nowait()
             seen.rerouted.clear()
