@@ -17,12 +17,16 @@ from meshnet.node.app import NodeOptions, StartError, make_node
 from meshnet.node.loader import DEFAULT_SLOTS, EngineOptions
 from meshnet.node.logs import set_up_logs
 from meshnet.node.ring import DEFAULT_BYTES
+from meshnet.protocol.invitation import InvitationError, parse_link
 
 SWITCH_S = 0.0005
 
 
 def node(
-    tracker: Annotated[str, typer.Option(help="The tracker's address, http://HOST:PORT.")],
+    link: Annotated[
+        str, typer.Argument(metavar="[JOIN-LINK]", help="From `meshnet invite`: address and token in one.")
+    ] = "",
+    tracker: Annotated[str, typer.Option(help="The tracker's address, http://HOST:PORT.")] = "",
     join_token: Annotated[
         str, typer.Option(envvar="MESHNET_JOIN_TOKEN", help="Needed the first time (see `meshnet invite`).")
     ] = "",
@@ -62,6 +66,16 @@ def node(
     ] = False,
 ) -> None:
     """Run a node: hold layers of a model and compute them."""
+    if link:
+        try:
+            invitation = parse_link(link)
+        except InvitationError as error:
+            _complain(str(error))
+            raise typer.Exit(2) from error
+        tracker, join_token = tracker or invitation.tracker, invitation.token
+    if not tracker:
+        _complain("give the join link that `meshnet invite` prints, or --tracker http://HOST:PORT")
+        raise typer.Exit(2)
     if model and not layers:
         _complain("--layers is missing: say which layers of the model to hold, as in --layers 0-14")
         raise typer.Exit(2)
