@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshnet.engine.base import EngineError, SamplingParams
+from meshnet.engine.base import EngineError, GrammarError, SamplingParams
 from meshnet.engine.grammar import Grammar
 from meshnet.engine.sampling import SlotSampler, draw, keep, log_sum_exp, uniform
 from meshnet.engine.tokenizer import Tokenizer
@@ -24,6 +24,9 @@ root   ::= "{" pair ("," pair)* "}"
 pair   ::= "\"" [a-z]+ "\":" value
 value  ::= [0-9]+ | "\"" [a-z ]* "\"" | "true" | "false"
 """
+
+DEAD_END = r'root ::= "yes" [^\x00-\U7FFFFFFF]'
+"""After its word it wants a character that is none."""
 
 
 def no_grammar(text: str) -> Grammar:
@@ -335,6 +338,22 @@ def test_a_rebuilt_grammar_goes_on_the_same(tokenizer: Tokenizer) -> None:
     ):
         assert [each.sample(flat_row(tokenizer, i), i).token for i in range(7, 12)] == expected[7:]
         each.close()
+
+
+def test_a_grammar_that_allows_no_token_is_an_error_and_no_end(tokenizer: Tokenizer) -> None:
+    params = SamplingParams(grammar=DEAD_END, temperature=0.0)
+    state = SlotSampler(params, tokenizer.n_vocab, tokenizer.eog, tokenizer.grammar)
+    said: list[bytes] = []
+
+    def go_on() -> None:
+        for position in range(4):
+            sampled = state.sample(row(position, tokenizer.n_vocab), position)
+            assert not sampled.end
+            said.append(tokenizer.piece(sampled.token))
+
+    with pytest.raises(GrammarError, match="none of the vocabulary's tokens"):
+        go_on()
+    assert b"".join(said) == b"yes"
 
 
 def test_tokens_that_a_grammar_does_not_allow_are_refused(tokenizer: Tokenizer) -> None:

@@ -141,6 +141,17 @@ async def test_grammar_holds(three: Three) -> None:
     assert (answer.end.reason, answer.end.by) == ("stop", "grammar")
 
 
+async def test_a_grammar_without_a_way_on_fails_the_call_and_blames_no_node(three: Three) -> None:
+    grammar = r'root ::= "yes" [^\x00-\U7FFFFFFF]'
+    answer = await three.bench.run([three.head, three.tail], PROMPTS[0], grammar=grammar)
+    assert answer.text() == "yes"
+    (error,) = answer.of(calls.CallError)
+    assert (error.status, error.code, error.type) == (400, "grammar_failed", "invalid_request_error")
+    assert not answer.of(calls.ChoiceEnd)
+    assert not answer.of(calls.LostNode)
+    await three.bench.settled()
+
+
 async def test_chat_with_a_response_format(three: Three) -> None:
     message = [{"role": "user", "content": "Say a number as JSON with the key n."}]
     answer = await three.bench.run(

@@ -24,6 +24,15 @@ Tokens = npt.NDArray[np.int32]
 class EngineError(Exception):
     """The engine refused or failed; the message says why in one sentence."""
 
+    code = "engine"
+    """Under which other nodes hear of it."""
+
+
+class GrammarError(EngineError):
+    """The request's grammar is at fault: every engine with this vocabulary would say the same."""
+
+    code = "grammar"
+
 
 @dataclass(frozen=True)
 class SamplingParams:

@@ -12,7 +12,7 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from meshnet.engine.base import EngineError
+from meshnet.engine.base import GrammarError
 from meshnet.engine.bindings import TokenData, TokenDataArray
 
 MAX_TEXT = 1 << 18
@@ -27,12 +27,12 @@ class Grammar:
     def __init__(self, api: c.CDLL, vocabulary: int, text: str) -> None:
         self._api = api
         if len(text) > MAX_TEXT:
-            raise EngineError(f"the grammar has {len(text)} characters, more than {MAX_TEXT}; simplify it")
+            raise GrammarError(f"the grammar has {len(text)} characters, more than {MAX_TEXT}; simplify it")
         if "\0" in text:
-            raise EngineError("the grammar contains a NUL character; remove it")
+            raise GrammarError("the grammar contains a NUL character; remove it")
         self._sampler = api.llama_sampler_init_grammar(vocabulary, text.encode(), b"root")
         if not self._sampler:
-            raise EngineError("the grammar cannot be parsed as GBNF with a rule named root; correct it")
+            raise GrammarError("the grammar cannot be parsed as GBNF with a rule named root; correct it")
         self._one = TokenData()
         self._one_array = TokenDataArray(c.addressof(self._one), 1, -1, False)
 
@@ -46,7 +46,7 @@ class Grammar:
     def allowed(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
         """For each of the tokens, whether it may come next. Thousands of them take milliseconds.
 
-        Raises EngineError where the grammar is so ambiguous that it takes more than BUDGET_S.
+        Raises GrammarError where the grammar is so ambiguous that it takes more than BUDGET_S.
         """
         mask = np.zeros(len(tokens), dtype=np.bool_)
         started = time.monotonic()
@@ -58,7 +58,7 @@ class Grammar:
             self._api.llama_sampler_apply(self._sampler, c.byref(array))
             mask[start : start + CHUNK] = candidates["logit"] > -1e30
             if time.monotonic() - started > BUDGET_S:
-                raise EngineError(f"the grammar takes more than {BUDGET_S:g} s for one token; simplify it")
+                raise GrammarError(f"the grammar takes more than {BUDGET_S:g} s for one token; simplify it")
         return mask
 
     def accept(self, token: int) -> None:

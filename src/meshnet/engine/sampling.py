@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from meshnet.engine.base import EngineError, Sampled, SamplingParams
+from meshnet.engine.base import EngineError, GrammarError, Sampled, SamplingParams
 from meshnet.engine.grammar import Grammar
 
 Logits = npt.NDArray[np.float32]
@@ -235,7 +235,8 @@ class SlotSampler:
     def sample(self, logits: Logits, position: int) -> Sampled:
         """The token for `position` from a raw row, shape (n_vocab,); it counts as generated from then on.
 
-        Raises EngineError where the row is not finite or earlier tokens are not known.
+        Raises EngineError where the row is not finite or earlier tokens are not known, GrammarError where the
+        grammar allows no token at all.
         """
         if position > self.end and (self._penalised or self._grammar):
             raise EngineError(
@@ -340,7 +341,10 @@ class SlotSampler:
         if not grammar.allows(token):
             masked = self._mask(adjusted, grammar)
             if masked is None:
-                return min(self._eog, default=token), True
+                raise GrammarError(
+                    f"the grammar allows none of the vocabulary's tokens at position {position}: what was "
+                    "generated so far cannot be completed; change the schema"
+                )
             token = draw(masked, self.params, position, 1)
         return token, token in self._eog
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import structlog
 
-from meshnet.engine.base import SamplingParams, Tokens
+from meshnet.engine.base import GrammarError, SamplingParams, Tokens
 from meshnet.engine.tokenizer import Tokenizer
 from meshnet.node.events import EventQueue
 from meshnet.node.feeding import Piece, generated_spans, plan, prompt_spans
@@ -59,7 +59,8 @@ class CallFailed(Exception):
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
-        self.event = calls.CallError(status, code, message)
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.event = calls.CallError(status, code, message, type=kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +290,9 @@ class Call:
         self._park(notice)
 
     def _park(self, notice: _Lost) -> None:
+        """Raises CallFailed where another route would say the same."""
+        if notice.code == GrammarError.code and self._prompt.sampling.grammar:
+            raise CallFailed(400, "grammar_failed", notice.message)
         self._parked = True
         for choice in self._choices:
             choice.pieces.clear()

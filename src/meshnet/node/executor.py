@@ -73,6 +73,8 @@ class Outcome:
     queue_ms: float
     batch: int
     """Steps in that call."""
+    code: str = ""
+    """The error's (`EngineError.code`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +268,7 @@ def _compute(works: list[Work]) -> list[Outcome]:
         results = works[0].engine.run([_step(work) for work in works])
     except EngineError as error:
         if len(works) == 1:
-            return [Outcome(works[0], None, str(error), 0.0, 0.0, 1)]
+            return [Outcome(works[0], None, str(error), 0.0, 0.0, 1, error.code)]
         return [outcome for work in works for outcome in _compute([work])]
     return [
         Outcome(work, result, "", 0.0, 0.0, len(works)) for work, result in zip(works, results, strict=True)

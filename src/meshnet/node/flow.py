@@ -142,7 +142,7 @@ class Flow:
             if session.closed:
                 continue
             if outcome.result is None:
-                self._fail(session, "engine", outcome.error)
+                self._fail(session, outcome.code, outcome.error)
                 continue
             self._state.note_step(outcome, session)
             session.computed = outcome.work.position + outcome.work.rows

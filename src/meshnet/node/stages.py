@@ -219,7 +219,7 @@ class Stages:
                 spans = await self._start(session, message)
         except EngineError as error:
             self.discard(session)
-            raise Refused("engine", str(error)) from error
+            raise Refused(error.code, str(error)) from error
         except (Refused, asyncio.CancelledError):
             self.discard(session)
             raise
