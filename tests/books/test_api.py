@@ -278,3 +278,32 @@ async def test_a_database_that_is_away_is_a_503(served: Served, monkeypatch: pyt
         assert response.status == 503
         assert response.headers["retry-after"] == "1"
         assert (await response.json())["error"]["code"] == "books_unavailable"
+
+
+async def test_the_meshs_share_and_the_guards_thresholds(served: Served) -> None:
+    admin, books = served.admin, served.kit.books
+    path = "/api/settings/books"
+    defaults = {
+        "min_tokens": 4,
+        "check_ms": 3_600_000,
+        "audit_ppm": 10_000,
+        "max_gap": 1.5,
+        "max_attempts": 3,
+    }
+    assert await admin("GET", path) == (200, {"mesh_share": 0, "guard": defaults})
+    status, changed = await admin("PUT", path, {"mesh_share": 500, "guard": {"min_tokens": 2, "max_gap": 2}})
+    assert (status, changed["mesh_share"]) == (200, 500)
+    assert changed["guard"] == {**defaults, "min_tokens": 2, "max_gap": 2.0}
+    assert (await books.cases.rules()).min_tokens == 2
+    _, changed = await admin("PUT", path, {"guard": {"min_tokens": None, "audit_ppm": 0}})
+    assert changed == {"mesh_share": 500, "guard": {**defaults, "max_gap": 2.0, "audit_ppm": 0}}
+    _, changed = await admin("PUT", path, {"mesh_share": None, "guard": None})
+    assert changed == {"mesh_share": 0, "guard": defaults}
+    for body, param in (
+        ({"guard": {"min_tokens": 65}}, "guard.min_tokens"),
+        ({"mesh_share": 10_001}, "mesh_share"),
+        ({"guard": {"audit": 1}}, "guard.audit"),
+    ):
+        status, refused = await admin("PUT", path, body)
+        assert (status, refused["error"]["param"]) == (400, param)
+    assert (await served.user("PUT", path, {"mesh_share": 1}))[0] == 403

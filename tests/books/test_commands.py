@@ -99,6 +99,32 @@ async def test_accounts_keys_and_prices_without_a_tracker(place: str) -> None:
         assert await books.authenticate(secret) is None
 
 
+async def test_rules_are_shown_and_changed(place: str) -> None:
+    result = await off(
+        meshnet,
+        "ledger",
+        "rules",
+        "--mesh-share",
+        "2.5",
+        "--audit",
+        "0.5",
+        "--check-minutes",
+        "30",
+        *at(place),
+    )
+    assert result.exit_code == 0, result.output
+    result = await off(meshnet, "ledger", "rules", "--json", *at(place))
+    rules = json.loads(result.stdout)
+    assert (rules["mesh_share"], rules["guard"]["audit_ppm"], rules["guard"]["check_ms"]) == (
+        250,
+        5_000,
+        1_800_000,
+    )
+    result = await off(meshnet, "ledger", "rules", "--min-tokens", "65", *at(place))
+    assert result.exit_code == 1
+    assert "guard.min_tokens is 65" in result.stderr
+
+
 async def test_the_ledger_while_the_tracker_runs(kit: Kit, tmp_path: Path) -> None:
     """The commands work on the database of a running tracker, and it sees what they did."""
     place = at(kit.where)

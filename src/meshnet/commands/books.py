@@ -503,6 +503,34 @@ def ledger_earnings(
     show(answer, as_json, ("node", "calls", "prefill", "decode", "units"), rows)
 
 
+@command(ledger, "rules")
+def ledger_rules(
+    mesh_share: Annotated[float | None, typer.Option(help="Percent of each charge, for the mesh.")] = None,
+    min_tokens: Annotated[int | None, typer.Option(help="Shorter answers of pipelines are suspect.")] = None,
+    check_minutes: Annotated[float | None, typer.Option(help="The longest wait for a check.")] = None,
+    audit: Annotated[float | None, typer.Option(help="Percent of calls that are checked.")] = None,
+    max_gap: Annotated[float | None, typer.Option(help="Allowed distance to the greatest logit.")] = None,
+    tracker: Tracker = "",
+    data: Data = None,
+    database: Database = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show the mesh's share and the billing guard's thresholds, or change those that are given."""
+    given = {
+        "min_tokens": min_tokens,
+        "check_ms": None if check_minutes is None else round(check_minutes * 60_000),
+        "audit_ppm": None if audit is None else round(audit * 10_000),
+        "max_gap": max_gap,
+    }
+    guard = {name: value for name, value in given.items() if value is not None}
+    body: dict[str, Any] = {"guard": guard} if guard else {}
+    body |= {} if mesh_share is None else {"mesh_share": round(mesh_share * 100)}
+    api = Api(tracker, data, database)
+    found = api.call("PUT" if body else "GET", "/api/settings/books", body or None)
+    rows = [("mesh_share", found["mesh_share"]), *found["guard"].items()]
+    show(found, as_json, ("rule", "value"), rows)
+
+
 # ---------------------------------------------------------------- the data
 
 

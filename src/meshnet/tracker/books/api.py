@@ -19,7 +19,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from meshnet.tracker.books import forms
-from meshnet.tracker.books.facade import Books
+from meshnet.tracker.books.facade import MESH_SHARE, Books
+from meshnet.tracker.books.guard import SETTING, GuardRules
 from meshnet.tracker.books.records import BooksError, BooksUnavailable, KeyInfo
 from meshnet.tracker.books.reports import DAY_MS
 
@@ -274,6 +275,29 @@ async def earnings(books: Books, request: Request) -> Response:
 # ---------------------------------------------------------------- guard and joins
 
 
+async def get_rules(books: Books, request: Request) -> Response:
+    _query(request, forms.NoQuery)
+    return await _rules(books)
+
+
+async def change_rules(books: Books, request: Request) -> Response:
+    change = (await _form(request, forms.RulesChange)).model_dump(exclude_unset=True)
+    if "mesh_share" in change:
+        await books.settings.put(MESH_SHARE, change["mesh_share"] or 0)
+    if "guard" in change:
+        kept = dict(await books.settings.get(SETTING, {})) if change["guard"] is not None else {}
+        kept |= change["guard"] or {}
+        rules = {name: value for name, value in kept.items() if value is not None}
+        GuardRules.from_dict(rules)
+        await books.settings.put(SETTING, rules)
+    return await _rules(books)
+
+
+async def _rules(books: Books) -> Response:
+    share = int(await books.settings.get(MESH_SHARE, 0))
+    return _answer({"mesh_share": share, "guard": dataclasses.asdict(await books.cases.rules())})
+
+
 async def list_suspects(books: Books, request: Request) -> Response:
     query = _query(request, forms.SuspectsQuery)
     found = await books.cases.latest(only_open=query.open, limit=query.limit)
@@ -342,6 +366,14 @@ OPERATIONS: Final = (
         "GET", "/api/spending", "Charges per day, account and key", spending, query=forms.SpendingQuery
     ),
     Operation("GET", "/api/earnings", "What the nodes did and earned", earnings),
+    Operation("GET", "/api/settings/books", "The mesh's share and the guard's thresholds", get_rules),
+    Operation(
+        "PUT",
+        "/api/settings/books",
+        "Change the mesh's share or the guard's thresholds",
+        change_rules,
+        forms.RulesChange,
+    ),
     Operation(
         "GET",
         "/api/suspects",

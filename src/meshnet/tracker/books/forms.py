@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from meshnet.tracker.books.accounts import MAX_AMOUNT
+from meshnet.tracker.books.guard import BOUNDS
 from meshnet.tracker.books.keys import MAX_LIMIT
 from meshnet.tracker.books.prices import MAX_PRICE
 from meshnet.tracker.books.records import Scope
@@ -35,6 +36,28 @@ class Query(BaseModel):
     """The same for query strings, where every value is a string at first."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+def _within(name: str) -> Any:
+    low, high = BOUNDS[name]
+    return Field(ge=low, le=high)
+
+
+class GuardChange(Form):
+    """The guard's thresholds; null stands for the default."""
+
+    min_tokens: Annotated[int, _within("min_tokens")] | None = None
+    check_ms: Annotated[int, _within("check_ms")] | None = None
+    audit_ppm: Annotated[int, _within("audit_ppm")] | None = None
+    max_gap: Annotated[float, _within("max_gap")] | None = None
+    max_attempts: Annotated[int, _within("max_attempts")] | None = None
+
+
+class RulesChange(Form):
+    """What is left out stays as it is."""
+
+    mesh_share: Annotated[int, Field(ge=0, le=10_000)] | None = None
+    guard: GuardChange | None = None
 
 
 class NewAccount(Form):

@@ -18,6 +18,14 @@ from meshnet.tracker.books.records import BooksError
 SETTING: Final = "guard"
 """The name of the setting that holds `GuardRules` as JSON."""
 PPM: Final = 1_000_000
+BOUNDS: Final[Mapping[str, tuple[int, int]]] = {
+    "min_tokens": (0, 64),
+    "check_ms": (1_000, 86_400_000),
+    "audit_ppm": (0, PPM),
+    "max_gap": (0, 100),
+    "max_attempts": (1, 100),
+}
+"""The least and the greatest value of each of the guard's thresholds."""
 
 EndedBy = Literal["eos", "stop", "grammar", "tool", "limit", "cancel", "error"]
 Cause = Literal["suspect", "audit"]
@@ -47,15 +55,8 @@ class GuardRules:
         if data is not None and not isinstance(data, Mapping):
             raise BooksError(f"guard is {data!r}; it is a JSON object", code="bad_setting", param="guard")
         values = dict(data or {})
-        bounds = {
-            "min_tokens": (0, 64),
-            "check_ms": (1_000, 86_400_000),
-            "audit_ppm": (0, PPM),
-            "max_gap": (0, 100),
-            "max_attempts": (1, 100),
-        }
         for name, value in values.items():
-            if name not in bounds:
+            if name not in BOUNDS:
                 known = ", ".join(field.name for field in fields(cls))
                 raise BooksError(
                     f"guard.{name} is not a setting; settings: {known}",
@@ -63,7 +64,7 @@ class GuardRules:
                     param=f"guard.{name}",
                 )
             kinds = (int, float) if name == "max_gap" else (int,)
-            low, high = bounds[name]
+            low, high = BOUNDS[name]
             if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
                 raise BooksError(
                     f"guard.{name} is {value!r}; it must be a number from {low} to {high}",
