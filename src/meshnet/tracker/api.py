@@ -2,74 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from meshnet import __version__
 from meshnet.protocol import PROTOCOL_VERSION
 from meshnet.protocol.errors import ApiError
 from meshnet.tracker import forms
-from meshnet.tracker.auth import Authenticator, client_address, cookie_header, cookie_of, require_admin
-from meshnet.tracker.books.facade import Books
+from meshnet.tracker.answers import Tracker, answer, encode, key_of
+from meshnet.tracker.auth import client_address, cookie_header, cookie_of, require_admin
 from meshnet.tracker.books.records import KeyInfo
-from meshnet.tracker.console import Entry
-from meshnet.tracker.experience import BooksExperience
-from meshnet.tracker.feed import EVERYONE, NODE_INTERVAL_S, Audience, Feed, Viewer
+from meshnet.tracker.feed import EVERYONE, NODE_INTERVAL_S, Audience
 from meshnet.tracker.forms import read_form
-from meshnet.tracker.live import LiveCall
 from meshnet.tracker.members import Node
-from meshnet.tracker.metrics import CONTENT_TYPE, Metrics
-from meshnet.tracker.orchestrator import Orchestrator
-from meshnet.tracker.peers import PeerTrackers
+from meshnet.tracker.metrics import CONTENT_TYPE
 from meshnet.tracker.placing import preview_placement
 from meshnet.tracker.previews import preview, signed_ticket
-from meshnet.tracker.recorder import Recorder
-from meshnet.tracker.roster import Roster
-from meshnet.tracker.settings import TrackerSettings
-from meshnet.tracker.shelf import Shelf
-from meshnet.tracker.tuning import Tuning
 from meshnet.tracker.views import model_view, node_view, openai_model
+from meshnet.tracker.watching import Watching
 
-_encode = msgspec.json.Encoder().encode
 Endpoint = Callable[[Request], Awaitable[Response]]
-
-
-@dataclass(slots=True)
-class Tracker:
-    """Everything that answers need."""
-
-    settings: TrackerSettings
-    books: Books
-    roster: Roster
-    shelf: Shelf
-    tuning: Tuning
-    orchestrator: Orchestrator
-    recorder: Recorder
-    feed: Feed
-    metrics: Metrics
-    authenticator: Authenticator
-    experience: BooksExperience
-    peers: PeerTrackers
-    grpc_port: int = 0
-    started_s: int = 0
-    stopping: bool = False
-
-
-def answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(
-        _encode(value),
-        status,
-        {"cache-control": "no-store", **(headers or {})},
-        media_type="application/json",
-    )
 
 
 class Api:
@@ -95,11 +51,6 @@ class Api:
             ("POST", "/api/nodes/{node}/drain", self.drain),
             ("DELETE", "/api/nodes/{node}/drain", self.undrain),
             ("GET", "/api/models", self.list_models),
-            ("GET", "/api/calls", self.list_calls),
-            ("GET", "/api/calls/{call}", self.get_call),
-            ("DELETE", "/api/calls/{call}", self.cancel_call),
-            ("GET", "/api/events", self.events),
-            ("GET", "/api/console", self.console),
             ("POST", "/api/route/preview", self.route_preview),
             ("POST", "/api/place/preview", self.place_preview),
             ("GET", "/api/settings/routing", self.get_routing),
@@ -108,7 +59,11 @@ class Api:
             ("POST", "/api/tickets", self.make_ticket),
             ("POST", "/api/invite", self.invite),
         ]
-        return [Route(path, endpoint, methods=[method]) for method, path, endpoint in table]
+        own = [Route(path, endpoint, methods=[method]) for method, path, endpoint in table]
+        return [*own, *Watching(self.t, self._mesh).routes()]
+
+    def _mesh(self, key: KeyInfo) -> dict[str, Any]:
+        return {"models": self._models(key), "nodes": self._nodes() if key.scope == "admin" else []}
 
     # ------------------------------------------------------------ open
 
@@ -167,7 +122,7 @@ class Api:
         return response
 
     async def who_am_i(self, request: Request) -> Response:
-        key = _key(request)
+        key = key_of(request)
         return answer({"scope": key.scope, "name": key.name})
 
     async def sign_out(self, request: Request) -> Response:
@@ -178,16 +133,16 @@ class Api:
     # ------------------------------------------------------------ models
 
     async def list_openai_models(self, request: Request) -> Response:
-        key = _key(request)
+        key = key_of(request)
         models = [m for m in self.t.shelf.models().values() if key.may_use(m.model_id)]
         return answer({"object": "list", "data": [openai_model(m, self.t.started_s) for m in models]})
 
     async def get_openai_model(self, request: Request) -> Response:
-        model = self.t.orchestrator.model_for(_key(request), request.path_params["model"])
+        model = self.t.orchestrator.model_for(key_of(request), request.path_params["model"])
         return answer(openai_model(model, self.t.started_s))
 
     async def list_models(self, request: Request) -> Response:
-        return answer({"models": self._models(_key(request))})
+        return answer({"models": self._models(key_of(request))})
 
     def _models(self, key: KeyInfo) -> list[dict[str, Any]]:
         default = self.t.shelf.default_id()
@@ -208,7 +163,7 @@ class Api:
     # ------------------------------------------------------------ nodes
 
     async def list_nodes(self, request: Request) -> Response:
-        require_admin(_key(request))
+        require_admin(key_of(request))
         return answer({"nodes": self._nodes()})
 
     def _nodes(self) -> list[dict[str, Any]]:
@@ -231,12 +186,12 @@ class Api:
         return ""
 
     async def drain(self, request: Request) -> Response:
-        require_admin(_key(request))
+        require_admin(key_of(request))
         form = await read_form(request, forms.DrainForm)
         return answer(await self._drained(request.path_params["node"], True, form.reason))
 
     async def undrain(self, request: Request) -> Response:
-        require_admin(_key(request))
+        require_admin(key_of(request))
         return answer(await self._drained(request.path_params["node"], False, ""))
 
     async def _drained(self, name: str, on: bool, reason: str) -> dict[str, Any]:
@@ -266,159 +221,49 @@ class Api:
         shown = {}
         for model_id in self.t.shelf.models():
             value = self._model(model_id, default)
-            shown[model_id] = encoded = _encode(value)
+            shown[model_id] = encoded = encode(value)
             if self._models_shown.get(model_id) != encoded:
                 self.t.feed.upsert("model", value, EVERYONE)
         for model_id in self._models_shown.keys() - shown.keys():
             self.t.feed.remove("model", model_id, EVERYONE)
         self._models_shown = shown
 
-    # ------------------------------------------------------------ calls
-
-    async def list_calls(self, request: Request) -> Response:
-        return answer({"calls": self._calls(_key(request))})
-
-    def _calls(self, key: KeyInfo) -> list[dict[str, Any]]:
-        name_of = self.t.roster.name_of
-        shown = [call.view(name_of) for call in self.t.recorder.table.listed() if _may_see(key, call.key_id)]
-        elsewhere = [view for key_id, view in self.t.peers.calls() if _may_see(key, key_id)]
-        if elsewhere:
-            shown = sorted([*shown, *elsewhere], key=_in_flight_first)
-        return shown
-
-    def _call(self, request: Request) -> LiveCall | None:
-        """The call, or None when another tracker runs it. Raises ApiError (404)."""
-        call_id = request.path_params["call"]
-        call = self.t.recorder.table.get(call_id)
-        elsewhere = self.t.peers.call(call_id) if call is None else None
-        owner = call.key_id if call is not None else elsewhere[0] if elsewhere is not None else None
-        if owner is None or not _may_see(_key(request), owner):
-            raise ApiError(404, f"there is no call {call_id[:100]!r}", code="unknown_call", param="id")
-        return call
-
-    async def _forwarded(self, request: Request) -> Response:
-        """The answer of the tracker that runs the call; what it told last where it does not answer."""
-        call_id, method = request.path_params["call"], request.method
-        authorization = request.headers.get("authorization", "")
-        found = await self.t.peers.forward(call_id, method, authorization) if authorization else None
-        if found is not None:
-            return Response(found[1], found[0], {"cache-control": "no-store"}, media_type="application/json")
-        elsewhere = self.t.peers.call(call_id)
-        if elsewhere is None or method != "GET":
-            raise ApiError(
-                503,
-                "the tracker that runs the call does not answer",
-                type="server_error",
-                code="tracker_unreachable",
-                retry_after=1,
-            )
-        return answer(elsewhere[1])
-
-    async def get_call(self, request: Request) -> Response:
-        call = self._call(request)
-        if call is None:
-            return await self._forwarded(request)
-        return answer(call.view(self.t.roster.name_of, timeline=True))
-
-    async def cancel_call(self, request: Request) -> Response:
-        call = self._call(request)
-        if call is None:
-            return await self._forwarded(request)
-        self.t.orchestrator.cancel(call.call_id, "cancelled", "cancelled through the API")
-        # The call's own task carries the cancellation out; it is next in the loop.
-        for _ in range(100):
-            if call.ended:
-                break
-            await asyncio.sleep(0.01)
-        return answer({"id": call.call_id, "phase": call.phase})
-
-    async def console(self, request: Request) -> Response:
-        since = request.query_params.get("since", "0")
-        if not since.isascii() or not since.isdigit() or len(since) > 18:
-            raise ApiError(
-                400, f"since is {since[:50]!r}; it is the `next` of an earlier answer", param="since"
-            )
-        viewer = _viewer(_key(request))
-        found, following = self.t.recorder.console.since(
-            int(since), lambda entry: self._may_read(viewer, entry)
-        )
-        return answer({"events": found, "next": following})
-
-    def _may_read(self, viewer: Viewer, entry: Entry) -> bool:
-        return self.t.recorder.audience_of(entry).includes(viewer)
-
-    # ------------------------------------------------------------ the event stream
-
-    async def events(self, request: Request) -> Response:
-        key = _key(request)
-        last = request.headers.get("last-event-id", "")
-        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        return StreamingResponse(
-            self._event_stream(key, int(last) if last.isascii() and last.isdigit() else None),
-            headers=headers,
-            media_type="text/event-stream",
-        )
-
-    async def _event_stream(self, key: KeyInfo, last: int | None) -> Any:
-        feed = self.t.feed
-        viewer = feed.open(key.scope == "admin", key.id)
-        try:
-            if last is not None:
-                feed.resume(viewer, last)
-            while not self.t.stopping:
-                if viewer.stale:
-                    yield feed.snapshot(viewer, self._snapshot(key, viewer))
-                if await viewer.wait(min(1.0, self.t.settings.keepalive_s)):
-                    data = viewer.take()
-                    if data:
-                        yield data
-                elif time.monotonic() - viewer.sent_at >= self.t.settings.keepalive_s:
-                    viewer.sent_at = time.monotonic()
-                    yield b": alive\n\n"
-        finally:
-            feed.close(viewer)
-
-    def _snapshot(self, key: KeyInfo, viewer: Viewer) -> dict[str, Any]:
-        console, _ = self.t.recorder.console.since(0, lambda entry: self._may_read(viewer, entry))
-        value: dict[str, Any] = {"calls": self._calls(key), "models": self._models(key), "console": console}
-        value["nodes"] = self._nodes() if key.scope == "admin" else []
-        return value
-
     # ------------------------------------------------------------ routing
 
     async def route_preview(self, request: Request) -> Response:
-        require_admin(_key(request))
+        require_admin(key_of(request))
         form = await read_form(request, forms.PreviewForm)
         return answer(preview(self.t.shelf, self.t.tuning, self.t.orchestrator.placement, form))
 
     async def place_preview(self, request: Request) -> Response:
-        require_admin(_key(request))
+        require_admin(key_of(request))
         form = await read_form(request, forms.PlaceForm)
         return answer(preview_placement(self.t.shelf, self.t.roster, form))
 
     async def get_routing(self, request: Request) -> Response:
-        require_admin(_key(request))
+        require_admin(key_of(request))
         return answer(self.t.tuning.view())
 
     async def put_routing(self, request: Request) -> Response:
-        require_admin(_key(request))
-        await self.t.tuning.change(await read_form(request, forms.RoutingSettingsForm, needed=True))
+        require_admin(key_of(request))
+        form = await read_form(request, forms.RoutingSettingsForm, needed=True)
+        await self.t.tuning.change(form, self.t.shelf.id_of)
         if self.t.feed.watched:
             self._show_models()
         return answer(self.t.tuning.view())
 
     async def statistics(self, request: Request) -> Response:
-        require_admin(_key(request))
+        require_admin(key_of(request))
         return answer(self.t.experience.view())
 
     async def make_ticket(self, request: Request) -> Response:
-        require_admin(_key(request))
+        require_admin(key_of(request))
         return answer(
             signed_ticket(self.t.orchestrator, self.t.shelf, await read_form(request, forms.TicketForm))
         )
 
     async def invite(self, request: Request) -> Response:
-        require_admin(_key(request))
+        require_admin(key_of(request))
         form = await read_form(request, forms.InviteForm)
         token, secret = await self.t.books.joins.create(
             "invitation", valid_ms=form.expires_s * 1000, max_uses=form.uses
@@ -434,22 +279,3 @@ class Api:
                 "expires_ms": token.expires_at,
             }
         )
-
-
-def _key(request: Request) -> KeyInfo:
-    key: KeyInfo = request.state.key
-    return key
-
-
-def _viewer(key: KeyInfo) -> Viewer:
-    return Viewer(0, key.scope == "admin", key.id)
-
-
-def _may_see(key: KeyInfo, owner: int) -> bool:
-    return key.scope == "admin" or owner == key.id
-
-
-def _in_flight_first(view: dict[str, Any]) -> tuple[bool, int]:
-    """Calls in flight by their beginning, then the ended, the last ended first."""
-    ended = view["ended_ms"]
-    return (False, view["accepted_ms"]) if ended is None else (True, -ended)

@@ -12,7 +12,8 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from meshnet.protocol.errors import ApiError
-from meshnet.tracker.api import Api, Tracker
+from meshnet.tracker.answers import Tracker
+from meshnet.tracker.api import Api
 from meshnet.tracker.auth import header
 from meshnet.tracker.bodies import ClientGone, Receive
 from meshnet.tracker.books.api import routes as books_routes

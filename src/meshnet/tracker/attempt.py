@@ -55,7 +55,7 @@ class Attempt:
         self._heard_at = asyncio.get_running_loop().time()
 
     async def read(self, patience_s: float, at_most_s: float) -> Sequence[AnyEvent] | None:
-        """The next events; None after `at_most_s` in which the head's patience did not run out.
+        """The next events, none when the head only says that it is alive; None after `at_most_s`.
 
         Raises HeadError, Silent and Disturbed.
         """
@@ -68,7 +68,7 @@ class Attempt:
             if left > at_most_s:
                 return None
             raise Silent(patience_s) from None
-        if not events:
+        if events is None:
             raise HeadError(0, "unreachable", "it ended its stream before the call's end")
         return events
 

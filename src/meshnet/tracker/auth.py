@@ -83,6 +83,10 @@ class Authenticator:
 
     async def key_of(self, scope: Any) -> KeyInfo:
         """The key of the Authorization header, or of the cookie (then the page it comes from counts, too)."""
+        return await self.check(self.secret_of(scope), client_address(scope))
+
+    def secret_of(self, scope: Any) -> str:
+        """What the request shows as its key, good or not."""
         secret = bearer(scope)
         if secret is None:
             cookie = cookie_of(scope)
@@ -92,7 +96,7 @@ class Authenticator:
             secret = self.sessions.open(cookie)
             if secret is None:
                 raise _unauthorized("the session has ended; sign in again")
-        return await self.check(secret, client_address(scope))
+        return secret
 
     async def check(self, secret: str, address: str) -> KeyInfo:
         wait = self._tries.wait_s(address)

@@ -30,7 +30,8 @@ from meshnet.tracker.books.guard import (
 from meshnet.tracker.books.records import BooksError
 from meshnet.tracker.console import Console
 from meshnet.tracker.heads import HeadError, Heads
-from meshnet.tracker.placement import Chosen, Job, Placement
+from meshnet.tracker.jobs import Chosen, Job
+from meshnet.tracker.placement import Placement
 from meshnet.tracker.reservations import Need
 from meshnet.tracker.roster import Roster
 from meshnet.tracker.seat import Order
@@ -263,7 +264,10 @@ class Checker:
                 while True:
                     if self._placement.waiting:
                         raise HeadError(0, "gave_way", "a user's call needed the room")
-                    for event in await stream.read() or [LostNode("", "ended", "its stream ended")]:
+                    events = await stream.read()
+                    if events is None:
+                        raise HeadError(0, "ended", "its stream ended")
+                    for event in events:
                         if isinstance(event, Weighed):
                             rows.extend(event.rows)
                         elif isinstance(event, LostNode | CallError):

@@ -11,7 +11,8 @@ from meshnet.tracker.books.facade import Books
 from meshnet.tracker.books.statistics import CallSample, observed
 from meshnet.tracker.books.statistics import StageTimes as SampleStage
 from meshnet.tracker.books.trust import tempered
-from meshnet.tracker.running import Result, Run
+from meshnet.tracker.results import Result
+from meshnet.tracker.running import Run
 
 
 class BooksExperience:

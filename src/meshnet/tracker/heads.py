@@ -44,8 +44,11 @@ class HeadStream:
         self._response = response
         self._rest = b""
 
-    async def read(self) -> list[AnyEvent]:
-        """At least one event, all that have arrived; empty at the end. Raises HeadError when it breaks."""
+    async def read(self) -> list[AnyEvent] | None:
+        """All events that have arrived, none when the head only says that it is alive; None at the end.
+
+        Raises HeadError when it breaks.
+        """
         content = self._response.content
         while True:
             try:
@@ -59,7 +62,7 @@ class HeadStream:
             if not data:
                 if self._rest:
                     raise HeadError(0, "unreachable", "its stream ended in the middle of an event")
-                return []
+                return None
             if self._rest:
                 data = self._rest + data
             end = data.rfind(b"\n")

@@ -101,6 +101,7 @@ class LiveCall:
             "reroutes": self.reroutes,
             "degraded": self.degraded,
             "numerics_changed": self.numerics_changed,
+            "tracker": None,
         }
         if timeline:
             shown["timeline"] = [

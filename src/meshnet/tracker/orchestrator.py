@@ -20,15 +20,18 @@ from meshnet.tracker.books.facade import Books
 from meshnet.tracker.books.records import BooksUnavailable, KeyInfo, Refusal
 from meshnet.tracker.catalogue import Model
 from meshnet.tracker.checking import Checker
+from meshnet.tracker.client import Client
 from meshnet.tracker.gathering import Gathered
 from meshnet.tracker.heads import HeadError, Heads
+from meshnet.tracker.jobs import Chosen
 from meshnet.tracker.live import LiveCall
-from meshnet.tracker.placement import Chosen, Placement
+from meshnet.tracker.placement import Placement
 from meshnet.tracker.planning import ModelRouting, View, route_stages
 from meshnet.tracker.prefixes import Prefixes
 from meshnet.tracker.recorder import Recorder
+from meshnet.tracker.results import Result
 from meshnet.tracker.roster import Roster
-from meshnet.tracker.running import Result, Run
+from meshnet.tracker.running import Run
 from meshnet.tracker.seat import Order, Seat
 from meshnet.tracker.settings import TrackerSettings
 from meshnet.tracker.settlement import Settlement
@@ -157,7 +160,7 @@ class Orchestrator:
             self,
             order,
             live,
-            make_sink(call_id, model),
+            Client(make_sink(call_id, model), self.settings.stalled_reader_s),
             calls.State(rules),
             Seat(order, live, self.placement, self.recorder, self.settings, model.model_id),
             Gathered(request.n),
@@ -172,7 +175,7 @@ class Orchestrator:
             return await accepted.run.go()
         finally:
             self._runs.pop(accepted.run.order.call_id, None)
-            self.recorder.metrics.sent.inc(accepted.run.sink.sent_bytes)
+            self.recorder.metrics.sent.inc(accepted.run.client.sink.sent_bytes)
 
     def cancel(self, call_id: str, code: str, message: str) -> bool:
         """Ends a call that runs. False when there is none of that id."""

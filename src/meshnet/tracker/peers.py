@@ -88,8 +88,11 @@ class PeerTrackers:
         found = self._calls.get(call_id)
         return None if found is None else (found[1], found[2])
 
-    async def forward(self, call_id: str, method: str, authorization: str) -> tuple[int, bytes] | None:
-        """Asks the tracker that runs a call; None when nobody knows it or its tracker does not answer."""
+    async def forward(self, call_id: str, method: str, authorization: str) -> tuple[int, Any] | None:
+        """The status and the value that the tracker which runs a call answers.
+
+        None when nobody knows the call or its tracker does not answer.
+        """
         found = self._calls.get(call_id)
         url = self._urls.get(found[0]) if found is not None else None
         if url is None or self._session is None:
@@ -98,9 +101,12 @@ class PeerTrackers:
             async with self._session.request(
                 method, f"{url}/api/calls/{call_id}", headers={"Authorization": authorization}
             ) as answer:
-                return answer.status, await answer.read()
-        except (aiohttp.ClientError, TimeoutError, OSError):
+                value = msgspec.json.decode(await answer.read())
+        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
             return None
+        if "tracker" in value:
+            value["tracker"] = url
+        return answer.status, value
 
     # ------------------------------------------------------------ drains, which all trackers keep
 
@@ -166,7 +172,8 @@ class PeerTrackers:
             now = self._roster.clock()
             nodes = tuple(_with_template(node, told.templates, now) for node in told.nodes)
             self._roster.feed(PeerSaid(peer.id, nodes))
-            heard.update({view["id"]: (peer.id, key_id, view) for key_id, view in told.calls})
+            for key_id, view in told.calls:
+                heard[view["id"]] = (peer.id, key_id, {**view, "tracker": peer.url})
         for gone in self._known - self._urls.keys():
             self._roster.feed(PeerSaid(gone, ()))
         self._known = set(self._urls)

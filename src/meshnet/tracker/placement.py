@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
 
-from meshnet.routing import NodeTimes, NoRouteAvailable, Plan, RoutingFailure, RoutingRequest, Stage
+from meshnet.routing import NoRouteAvailable, Plan, RoutingFailure, Stage
 from meshnet.tracker import planning, reservations
+from meshnet.tracker.jobs import Chosen, Experience, Job, NoPlace
 from meshnet.tracker.members import Node
 from meshnet.tracker.planning import ModelRouting, RouteRefused, View
 from meshnet.tracker.reservations import Need, Waiting
@@ -19,55 +18,6 @@ REMEMBER_ENDED_S = 5.0
 MAX_ENDED = 10_000
 MAX_PLANS = 1_024
 DURATION_ALPHA = 0.1
-
-
-class Experience(Protocol):
-    """What earlier calls showed of nodes: routing believes it more than what nodes say of themselves."""
-
-    def times(self, node_id: str, model: str, told: NodeTimes) -> NodeTimes: ...
-
-    def distrusted(self) -> Mapping[str, str]:
-        """Nodes to leave out where another route exists, with the reason as the rest of a sentence."""
-
-
-class NoPlace(Exception):
-    """There is no route for the call. `code`: no_route, queue_full, queue_timeout, gap, too_large."""
-
-    def __init__(self, status: int, code: str, message: str, retry_after: int | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.message = message
-        self.retry_after = retry_after
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What a call needs. `need` is per stage, `forced` names nodes in order."""
-
-    call_id: str
-    key: str
-    model: str
-    need: Need
-    request: RoutingRequest
-    excluded: Mapping[str, str] = field(default_factory=dict)
-    forced: tuple[str, ...] = ()
-    urgent: bool = False
-    cached_tokens: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def cost(self) -> float:
-        """Expected work in tokens, for turns in the queue."""
-        return float(self.request.prompt_tokens + self.need.slots * self.request.expected_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """A route that is held. `reason` says in one sentence why it was chosen."""
-
-    stages: tuple[Stage, ...]
-    view: View
-    reason: str
 
 
 class Placement:

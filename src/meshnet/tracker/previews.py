@@ -9,8 +9,9 @@ from meshnet.protocol.errors import ApiError
 from meshnet.routing import NoRouteAvailable, RouteWeights, RoutingRequest
 from meshnet.tracker import planning
 from meshnet.tracker.forms import PreviewForm, TicketForm
+from meshnet.tracker.jobs import Chosen
 from meshnet.tracker.orchestrator import TICKET_MS, Orchestrator
-from meshnet.tracker.placement import Chosen, Placement
+from meshnet.tracker.placement import Placement
 from meshnet.tracker.planning import ModelRouting, RouteRefused, View
 from meshnet.tracker.reservations import Need
 from meshnet.tracker.shelf import Shelf

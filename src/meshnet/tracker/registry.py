@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from meshnet.tracker.catalogue import borders, known_fingerprint, missing_cuts, wanted_cuts
+from meshnet.tracker.catalogue import known_fingerprint
 from meshnet.tracker.members import Node, ProbeWork, Shard
 from meshnet.tracker.signals import (
     Beat,
@@ -22,7 +22,6 @@ from meshnet.tracker.signals import (
     Joined,
     LinksMeasured,
     PeerSaid,
-    Probe,
     Probed,
     Refuse,
     Rules,
@@ -30,23 +29,18 @@ from meshnet.tracker.signals import (
     ShardsChanged,
     State,
     StreamEnded,
-    TellCuts,
     TellDrain,
-    TellPeers,
     Tick,
     Welcome,
 )
+from meshnet.tracker.telling import Step, due_probes, put, settle
 
 PROBE_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 FORGET_LOST_S = 3_600.0
-MAX_PEERS = 64
 MAX_NODES = 10_000
 MAX_LINKS = 64
 PEER_LEASES = 3
 """What another tracker tells comes by way of the database, and later."""
-
-
-Step = tuple[State, tuple[Effect, ...]]
 
 
 def step(state: State, event: Event, now: float) -> Step:
@@ -70,10 +64,6 @@ def step(state: State, event: Event, now: float) -> Step:
             return _peer_said(state, event, now)
         case Tick():
             return _tick(state, now)
-
-
-def _put(state: State, *nodes: Node) -> State:
-    return replace(state, nodes=MappingProxyType({**state.nodes, **{node.node_id: node for node in nodes}}))
 
 
 def _current(state: State, node_id: str, connection: int) -> Node | None:
@@ -182,7 +172,7 @@ def _joined(state: State, event: Joined, now: float) -> Step:
                 level="warning",
             )
         )
-    return _settle(_put(state, node), effects, now)
+    return settle(put(state, node), effects, now)
 
 
 def _carry_probes(old: tuple[Shard, ...], new: tuple[Shard, ...]) -> tuple[Shard, ...]:
@@ -255,8 +245,8 @@ def _beat(state: State, event: Beat, now: float) -> Step:
         # It must prove itself again before it gets calls.
         after = after.with_shards(tuple(replace(shard, probed=False) for shard in after.shards))
         effects.append(Say("node recovered", node.node_id, f"node recovered {node.name}"))
-    probes, after = _probes(after, now)
-    return _put(state, after), (*effects, *probes)
+    asked, after = due_probes(after, now)
+    return put(state, after), (*effects, *asked)
 
 
 def _shards(state: State, event: ShardsChanged, now: float) -> Step:
@@ -268,7 +258,7 @@ def _shards(state: State, event: ShardsChanged, now: float) -> Step:
         state, effects = _lose(state, node, f"it was refused: {message}", now, count=False)
         return state, (Refuse(event.connection, code, message, remedy), *effects)
     after = node.with_shards(_carry_probes(node.shards, event.shards))
-    return _settle(_put(state, after), [], now)
+    return settle(put(state, after), [], now)
 
 
 def _links(state: State, event: LinksMeasured) -> Step:
@@ -313,7 +303,7 @@ def _lose(state: State, node: Node, reason: str, now: float, *, count: bool) -> 
     said = Say(
         "node lost", node.node_id, f"node lost {node.name}: {reason}", level="warning" if count else "info"
     )
-    return _settle(_put(state, after), [Gone(node.node_id, reason), said], now)
+    return settle(put(state, after), [Gone(node.node_id, reason), said], now)
 
 
 def _probed(state: State, event: Probed, now: float) -> Step:
@@ -325,17 +315,17 @@ def _probed(state: State, event: Probed, now: float) -> Step:
         pause = PROBE_PAUSES_S[min(failures, len(PROBE_PAUSES_S)) - 1]
         after = replace(node, probe=ProbeWork(False, failures, now + pause, event.error))
         line = f"node {node.name} did not answer the probe: {event.error}; next try in {pause:.0f} s"
-        return _put(state, after), (Say("probe failed", node.node_id, line, level="warning"),)
+        return put(state, after), (Say("probe failed", node.node_id, line, level="warning"),)
     shards = tuple(
         replace(shard, probed=True) if shard.model == event.model and shard.state == "ready" else shard
         for shard in node.shards
     )
     after = replace(node, shards=shards, probe=ProbeWork())
-    probes, after = _probes(after, now)
+    asked, after = due_probes(after, now)
     said: tuple[Effect, ...] = ()
     if after.status(now) == "ready" and node.status(now) != "ready":
         said = (Say("node ready", node.node_id, f"node ready {node.name}"),)
-    return _put(state, after), (*probes, *said)
+    return put(state, after), (*asked, *said)
 
 
 def _drain(state: State, event: DrainSet) -> Step:
@@ -347,7 +337,7 @@ def _drain(state: State, event: DrainSet) -> Step:
     effects: list[Effect] = [Say(f"node {what}", node.node_id, f"node {what} {node.name}")]
     if node.connection is not None:
         effects.append(TellDrain(node.connection, event.on, event.reason))
-    return _put(state, after), tuple(effects)
+    return put(state, after), tuple(effects)
 
 
 def _tick(state: State, now: float) -> Step:
@@ -361,9 +351,9 @@ def _tick(state: State, now: float) -> Step:
             state, more = _lose(state, node, silent, now, count=True)
             effects += [CloseStream(node.connection), *more]
         elif node.connection is not None and node.probe.next_at and now >= node.probe.next_at:
-            probes, after = _probes(node, now)
-            state = _put(state, after)
-            effects += probes
+            asked, after = due_probes(node, now)
+            state = put(state, after)
+            effects += asked
         elif not node.connected and now - node.lost_at >= FORGET_LOST_S and not node.draining:
             kept = {key: value for key, value in state.nodes.items() if key != node.node_id}
             links = {pair: link for pair, link in state.links.items() if node.node_id not in pair}
@@ -389,7 +379,7 @@ def _peer_said(state: State, event: PeerSaid, now: float) -> Step:
             effects.append(Say("node joined", node_id, f"node joined {node.name} at another tracker"))
         elif node.wedged and not before.wedged:
             effects.append(Gone(node_id, "its engine is wedged: no step completes"))
-    settled = _put(state, *changed) if changed else state
+    settled = put(state, *changed) if changed else state
     for before in list(state.nodes.values()):
         if before.via == event.tracker_id and before.node_id not in told:
             settled, more = _lose(settled, before, "it left another tracker", now, count=False)
@@ -397,59 +387,4 @@ def _peer_said(state: State, event: PeerSaid, now: float) -> Step:
     membership = {n.node_id for n in state.nodes.values() if n.via} != {
         n.node_id for n in settled.nodes.values() if n.via
     }
-    return _settle(settled, effects, now) if membership else (settled, tuple(effects))
-
-
-def _probes(node: Node, now: float) -> tuple[list[Effect], Node]:
-    """At most one probe at a time per node: of the first model with a loaded shard that is not proven."""
-    if node.probe.running or now < node.probe.next_at or node.connection is None:
-        return [], node
-    for shard in node.shards:
-        if shard.state == "ready" and not shard.probed:
-            probe = Probe(node.node_id, node.boot_id, node.grpc_address, shard.model)
-            return [probe], replace(node, probe=replace(node.probe, running=True, next_at=0.0))
-    return [], node
-
-
-def _settle(state: State, effects: list[Effect], now: float) -> Step:
-    """After nodes or shards changed: tells cuts and peers to those whose view changed, and starts probes."""
-    connected = [node for node in state.nodes.values() if node.connected]
-    mine = [node for node in connected if node.connection is not None]
-    models = {shard.model for node in connected for shard in node.shards}
-    by_model = {model: borders(connected, model) for model in models}
-    changed: list[Node] = []
-    for node in mine:
-        after, more = _tell_cuts(node, by_model)
-        after, peers = _tell_peers(after, connected)
-        probes, after = _probes(after, now)
-        effects += [*more, *peers, *probes]
-        if after is not node:
-            changed.append(after)
-    return _put(state, *changed) if changed else state, tuple(effects)
-
-
-def _tell_cuts(node: Node, by_model: Mapping[str, tuple[int, ...]]) -> tuple[Node, list[Effect]]:
-    effects: list[Effect] = []
-    assert node.connection is not None
-    sent = dict(node.cuts_sent)
-    for model in sorted({shard.model for shard in node.shards}):
-        cuts = wanted_cuts(node, model, by_model[model])
-        if missing_cuts(node, model, cuts) and node.cuts_sent.get(model) != cuts:
-            sent[model] = cuts
-            effects.append(TellCuts(node.connection, model, cuts))
-    return (replace(node, cuts_sent=MappingProxyType(sent)) if effects else node), effects
-
-
-def _tell_peers(node: Node, connected: list[Node]) -> tuple[Node, list[Effect]]:
-    assert node.connection is not None
-    mine = {shard.model for shard in node.shards}
-    peers = tuple(
-        sorted(
-            (other.node_id, other.grpc_address)
-            for other in connected
-            if other.node_id != node.node_id and any(shard.model in mine for shard in other.shards)
-        )[:MAX_PEERS]
-    )
-    if peers == node.peers_sent:
-        return node, []
-    return replace(node, peers_sent=peers), [TellPeers(node.connection, peers)]
+    return settle(settled, effects, now) if membership else (settled, tuple(effects))

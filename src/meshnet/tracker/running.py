@@ -5,25 +5,25 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import structlog
 
 from meshnet.protocol.calls import AnyEvent, CallError, Done, GenerateCall, LostNode, Reroute
-from meshnet.protocol.errors import ApiError
 from meshnet.tracker import calls
 from meshnet.tracker.attempt import Attempt, Disturbed, Silent
+from meshnet.tracker.client import Client, StalledReader
 from meshnet.tracker.gathering import BadEvent, Gathered
 from meshnet.tracker.heads import HeadError, Heads
+from meshnet.tracker.jobs import Chosen, NoPlace
 from meshnet.tracker.live import LiveCall
-from meshnet.tracker.placement import Chosen, NoPlace, Placement
+from meshnet.tracker.placement import Placement
 from meshnet.tracker.recorder import Recorder
+from meshnet.tracker.results import Result, as_error
 from meshnet.tracker.roster import Roster
 from meshnet.tracker.seat import Order, Seat
 from meshnet.tracker.settings import TrackerSettings
-from meshnet.tracker.sinks import Sink
 
 REPAIR_PAUSE_S = 0.05
 BUSY_PAUSE_S = 0.25
@@ -32,17 +32,6 @@ MARGIN_S = 2.0
 FOREVER_S = 1e9
 
 log = structlog.get_logger("meshnet.calls")
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What came of a call, for the books, the statistics and the checks."""
-
-    end: calls.End
-    model: str
-    gathered: Gathered
-    chosen: Chosen | None
-    numerics: dict[str, str]
 
 
 class Surroundings(Protocol):
@@ -67,7 +56,7 @@ class Run:
     tracker: Surroundings
     order: Order
     live: LiveCall
-    sink: Sink
+    client: Client
     state: calls.State
     seat: Seat
     gathered: Gathered
@@ -107,6 +96,8 @@ class Run:
         try:
             try:
                 end = await self._drive()
+            except StalledReader as stalled:
+                end = self._end(calls.Cancelled("stalled_reader", str(stalled)))
             except asyncio.CancelledError:
                 return await self._interrupted()
             except Exception as error:
@@ -190,7 +181,7 @@ class Run:
                 self._step(calls.Queued())
 
         async def keep_alive(position: str) -> None:
-            await self._deliver(self.sink.keep_alive("queued", position))
+            await self.client.keep_alive("queued", position)
 
         return await self.seat.find(without, urgent=urgent, waits=waits, keep_alive=keep_alive)
 
@@ -227,7 +218,7 @@ class Run:
         self._gone.clear()
         live.stages = chosen.stages
         live.stage_times = ()
-        self.sink.route(recorder.route(chosen.stages))
+        self.client.sink.route(recorder.route(chosen.stages))
         if failed and before is not None:
             live.reroutes += 1
             recorder.rerouted(live, before.stages, failed, self.lost_why or "it failed", chosen.reason)
@@ -244,7 +235,7 @@ class Run:
         self.seat.chosen = None
         self.live.degraded = True
         self.live.note("degraded", model=fallback)
-        self.sink.use_model(fallback)
+        self.client.sink.use_model(fallback)
         self.gathered.forget()
         return await self._place(frozenset())
 
@@ -301,9 +292,13 @@ class Run:
         attempt = self.attempt
         assert attempt is not None
         keepalive_s = self.tracker.settings.keepalive_s
+        clock = asyncio.get_running_loop().time
+        told_at = clock()
         while True:
             try:
-                events = await attempt.read(self._patience(), FOREVER_S if self.sink.started else keepalive_s)
+                events = await attempt.read(
+                    self._patience(), FOREVER_S if self.client.sink.started else keepalive_s
+                )
             except Disturbed:
                 decision = self._lost_in_mesh()
                 if decision is not None:
@@ -311,9 +306,13 @@ class Run:
                 continue
             except (Silent, HeadError) as error:
                 return self._attempt_failed(error)
-            if events is None:
-                progress = f"{self.live.prefill_done}/{self.live.prompt_tokens}"
-                await self._deliver(self.sink.keep_alive("prefill", progress))
+            if not events:
+                if events is not None:
+                    attempt.heard()
+                if not self.client.sink.started and clock() - told_at >= 0.9 * keepalive_s:
+                    told_at = clock()
+                    progress = f"{self.live.prefill_done}/{self.live.prompt_tokens}"
+                    await self.client.keep_alive("prefill", progress)
                 continue
             try:
                 counted, fresh, final = self.gathered.take(events, self.live)
@@ -321,7 +320,7 @@ class Run:
                 return self._head_failed("bad_event", str(error))
             self._count(fresh)
             if counted:
-                await self._deliver(self.sink.send(events[:counted]))
+                await self.client.send(events[:counted])
             if final is not None:
                 return self._decide(final)
             attempt.heard()
@@ -366,7 +365,7 @@ class Run:
             live.output_tokens += fresh
             live.last_token_at = now
             if self.state.phase != "generating" or self.state.repairing:
-                self._step(calls.TokensCame(self.sink.shows))
+                self._step(calls.TokensCame(self.client.sink.shows))
                 recorder.changed(live)
         elif self.state.phase == "connected" and live.prompt_tokens:
             self._step(calls.PrefillBegan())
@@ -383,16 +382,6 @@ class Run:
                 return self._refusal(HeadError(final.status, final.code, final.message, final.param))
             case _:
                 raise AssertionError(final)
-
-    async def _deliver(self, sending: Awaitable[None]) -> None:
-        """To the client; one who does not read for too long is cut off."""
-        stalled = self.tracker.settings.stalled_reader_s
-        try:
-            async with asyncio.timeout(stalled):
-                await sending
-        except TimeoutError:
-            self._interrupt = calls.Cancelled("stalled_reader", f"the client read nothing for {stalled:g} s")
-            raise asyncio.CancelledError from None
 
     def _patience(self) -> float:
         """Seconds that the head may be silent: longer while it works on the prompt."""
@@ -440,19 +429,11 @@ class Run:
         await self.tracker.settle(self, result)
         if end.outcome == "complete":
             done = Done(live.prompt_tokens, live.output_tokens, live.reused_tokens)
-            await self._last_words(self.sink.send([done]))
+            await self.client.last([done])
         elif end.code != "client_gone":
             retry = self.tracker.placement.retry_after() if end.status in (429, 503) else None
-            await self._last_words(self.sink.fail(as_error(end, retry)))
+            await self.client.fail(as_error(end, retry))
         return result
-
-    async def _last_words(self, sending: Awaitable[None]) -> None:
-        """The client may be gone or stuck by now; that changes nothing any more."""
-        try:
-            async with asyncio.timeout(self.tracker.settings.stalled_reader_s):
-                await sending
-        except (TimeoutError, OSError):
-            log.info("the end of a call could not be delivered", call_id=self.order.call_id)
 
     def _drop_attempt(self) -> None:
         attempt, self.attempt = self.attempt, None
@@ -463,14 +444,3 @@ class Run:
         """Frees slots, room and the way to the head. Safe to call twice."""
         self._drop_attempt()
         self.seat.give_up()
-
-
-def as_error(end: calls.End, retry_after: int | None) -> ApiError:
-    """A call's end in OpenAI's error shape."""
-    if end.status < 500:
-        kind = "rate_limit_error" if end.status == 429 else "invalid_request_error"
-    else:
-        kind = "server_error"
-    return ApiError(
-        end.status, end.message, type=kind, code=end.code, param=end.param, retry_after=retry_after
-    )

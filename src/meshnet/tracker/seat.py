@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshnet.routing import RoutingRequest, Stage
+from meshnet.tracker.jobs import Chosen, Job, NoPlace
 from meshnet.tracker.live import LiveCall
-from meshnet.tracker.placement import Chosen, Job, NoPlace, Placement
+from meshnet.tracker.placement import Placement
 from meshnet.tracker.recorder import Recorder
 from meshnet.tracker.reservations import Need
 from meshnet.tracker.settings import TrackerSettings

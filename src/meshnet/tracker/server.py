@@ -14,7 +14,7 @@ import grpc.aio
 import structlog
 import uvicorn
 
-from meshnet.tracker.api import Tracker
+from meshnet.tracker.answers import Tracker
 from meshnet.tracker.app import Shell
 from meshnet.tracker.auth import Authenticator, Sessions
 from meshnet.tracker.books.facade import Books, Bootstrap
@@ -202,7 +202,7 @@ class Server:
     async def _open_books(self, settings: TrackerSettings) -> tuple[Books, Bootstrap | None]:
         try:
             books = self._books = await Books.open(settings.database or settings.data)
-            return books, await books.bootstrap()
+            return books, await books.bootstrap(renew=settings.new_keys)
         except BooksError as error:
             raise StartError(error.message) from error
         except OSError as error:
@@ -265,6 +265,8 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
+            # At once: a port that is bound only can be bound by another process as well.
+            listener.listen()
         except OSError as error:
             raise StartError(
                 f"cannot listen on {host}:{port}: {error.strerror or error}; another process may use the "

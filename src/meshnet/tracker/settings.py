@@ -35,6 +35,8 @@ class TrackerSettings(BaseSettings):
     data: Path = Field(default_factory=default_data_dir)
     database: str = ""
     """URL of a PostgreSQL or SQLite database; empty: SQLite in `data`."""
+    new_keys: bool = False
+    """Make and show further keys and a join token where the data has some already."""
     name: str = "meshnet"
     log: Literal["console", "json"] = "console"
 

@@ -9,7 +9,8 @@ from meshnet.tracker.books.guard import Case, EndedBy, GuardRules, picked_for_au
 from meshnet.tracker.books.records import BooksError, BooksUnavailable, Usage, Work
 from meshnet.tracker.checking import Checker, Evidence
 from meshnet.tracker.experience import sample_of
-from meshnet.tracker.running import Result, Run
+from meshnet.tracker.results import Result
+from meshnet.tracker.running import Run
 
 _ENDED_BY: dict[str, EndedBy] = {
     "eos": "eos",

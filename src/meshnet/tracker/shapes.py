@@ -115,6 +115,7 @@ MODEL = record(
 )
 CALL = record(
     ("timeline",),
+    tracker=TEXT,
     id=STRING,
     request_id=STRING,
     model=STRING,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from meshnet.protocol.tools import ToolFormat, detect_tool_format
 from meshnet.tracker.catalogue import Model, build_models
 from meshnet.tracker.roster import Roster
 
 
 class Shelf:
-    """`aliases` maps further names, in lower case, to model ids; they go before what heads announce."""
+    """The models of one mesh, counted anew when its nodes have changed."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
@@ -18,8 +16,6 @@ class Shelf:
         self._models: dict[str, Model] = {}
         self._formats: dict[str, ToolFormat | None] = {}
         self._announced: dict[str, str] = {}
-        self.aliases: Mapping[str, str] = {}
-        self.default: str = ""
 
     def models(self) -> dict[str, Model]:
         """All models by id. Do not change."""
@@ -36,20 +32,20 @@ class Shelf:
     def find(self, name: str) -> Model | None:
         models = self.models()
         wanted = name.lower()
-        target = self.aliases.get(wanted) or self._announced.get(wanted, "")
-        return models.get(wanted) or models.get(target)
+        return models.get(wanted) or models.get(self._announced.get(wanted, ""))
+
+    def id_of(self, name: str) -> str:
+        """The id of the model that a name leads to; of a model that is not there, the name in lower case."""
+        model = self.find(name)
+        return name.lower() if model is None else model.model_id
 
     def names(self, model: Model) -> list[str]:
-        """The further names that lead to a model, set here or announced by its heads."""
-        given = {alias for alias, target in self.aliases.items() if target == model.model_id}
-        announced = {a for a in model.card.aliases if self.find(a) is model}
-        return sorted(given | announced)
+        """The further names that lead to a model, announced by its heads."""
+        return sorted({alias for alias in model.card.aliases if self.find(alias) is model})
 
     def default_id(self) -> str:
-        """The model that a client without a wish gets: as set, else the first complete one."""
+        """The model that a client without a wish gets: the first complete one."""
         models = self.models()
-        if self.default in models:
-            return self.default
         complete = [model_id for model_id, model in models.items() if model.complete]
         return next(iter(complete or models), "")
 

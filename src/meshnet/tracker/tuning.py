@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import structlog
@@ -55,15 +55,19 @@ class Tuning:
             "models": {model: _plain(self.of(model)) for model in sorted(self._models)},
         }
 
-    async def change(self, change: RoutingSettingsForm) -> None:
-        """Merges a change and keeps it. A model set to null forgets its own values. Raises ApiError."""
+    async def change(self, change: RoutingSettingsForm, id_of: Callable[[str], str]) -> None:
+        """Merges a change and keeps it. A model set to null forgets its own values. Raises ApiError.
+
+        `id_of` gives the id of the model that a name stands for.
+        """
         default = _merged(self._default, change.default)
         models = dict(self._models)
-        for model, values in change.models.items():
+        for name, values in change.models.items():
+            model = id_of(name)
             if values is None:
-                models.pop(model.lower(), None)
+                models.pop(model, None)
             else:
-                models[model.lower()] = _merged(models.get(model.lower(), {}), values)
+                models[model] = _merged(models.get(model, {}), values)
         if len(models) > MAX_MODELS:
             raise ApiError(400, f"at most {MAX_MODELS} models have values of their own", param="models")
         try:

@@ -1,0 +1,56 @@
+"""The client of a running call: what goes to it, within the time that a reader may take."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from meshnet.protocol.calls import AnyEvent
+from meshnet.protocol.errors import ApiError
+from meshnet.tracker.sinks import Sink
+
+log = structlog.get_logger("meshnet.calls")
+
+
+class StalledReader(Exception):
+    """The client has read nothing for too long."""
+
+
+@dataclass(slots=True)
+class Client:
+    """A slow reader holds up whoever sends to it, and by that the head; a stalled one is given up."""
+
+    sink: Sink
+    stalled_s: float
+
+    async def send(self, events: Sequence[AnyEvent]) -> None:
+        """Raises StalledReader."""
+        await self._within(self.sink.send(events))
+
+    async def keep_alive(self, phase: str, detail: str) -> None:
+        """Raises StalledReader."""
+        await self._within(self.sink.keep_alive(phase, detail))
+
+    async def last(self, events: Sequence[AnyEvent]) -> None:
+        """The end of the answer. A client that is gone or stuck by now changes nothing any more."""
+        await self._last(self.sink.send(events))
+
+    async def fail(self, error: ApiError) -> None:
+        """The same for an error."""
+        await self._last(self.sink.fail(error))
+
+    async def _within(self, sending: Awaitable[None]) -> None:
+        try:
+            async with asyncio.timeout(self.stalled_s):
+                await sending
+        except TimeoutError:
+            raise StalledReader(f"the client read nothing for {self.stalled_s:g} s") from None
+
+    async def _last(self, sending: Awaitable[None]) -> None:
+        try:
+            await self._within(sending)
+        except (StalledReader, OSError):
+            log.info("the end of a call could not be delivered")
