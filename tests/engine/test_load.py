@@ -14,9 +14,10 @@ from support.random_gguf import random_model
 from meshnet.engine.base import EngineError, SamplingParams, Step
 from meshnet.engine.hardware import accelerators, choose_devices, cpu_name
 from meshnet.engine.library import load_library
-from meshnet.engine.llama import LlamaEngine, default_threads
+from meshnet.engine.llama import LlamaEngine
 from meshnet.engine.memory import check_memory, memory_need
 from meshnet.engine.numerics import cpu_features, numerics_class
+from meshnet.engine.shards import default_threads
 from meshnet.models.gguf import ModelFile
 from meshnet.models.store import Store
 
@@ -257,4 +258,31 @@ def test_the_self_test_measures_what_the_shard_has(
     assert engine.position(0) == 0
     with pytest.raises(EngineError, match="all slots free"):
         engine.self_test()
+    engine.unload()
+
+
+def test_a_call_that_fails_midway_leaves_its_slots_as_they_were(
+    smollm2: ModelFile, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first segment has run and the second fails: both are taken back."""
+    engine = LlamaEngine.load(smollm2, 0, 3, cuts=[2], n_slots=3, n_ctx=256, threads=1, store=store)
+    tokens = np.arange(100, 112, dtype=np.int32)
+    for slot in range(3):
+        engine.open(slot, 0, 3)
+        engine.run([Step(slot, 0, tokens=tokens[: 8 + slot])])
+    expected = engine.run([Step(0, 8, tokens=tokens[8:10])])[0].hidden
+    engine.rollback(0, 8)
+
+    def fail(*_: object) -> None:
+        raise EngineError("out of luck")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._segments[1], "decode", fail)
+        with pytest.raises(EngineError, match="out of luck"):
+            engine.run([Step(slot, 8 + slot, tokens=tokens[8:10]) for slot in range(3)])
+    assert [engine.position(slot) for slot in range(3)] == [8, 9, 10]
+    again = engine.run([Step(slot, 8 + slot, tokens=tokens[8:10]) for slot in range(3)])
+    assert again[0].hidden is not None
+    assert expected is not None
+    assert np.array_equal(again[0].hidden, expected)
     engine.unload()

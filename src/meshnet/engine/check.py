@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from meshnet.engine.base import EngineError, Hidden, Sampled, SamplingParams, Step, Tokens
-from meshnet.engine.llama import LlamaEngine, ShardStore
+from meshnet.engine.llama import LlamaEngine
 from meshnet.engine.proof import Proof, prove
 from meshnet.engine.replay import record_proof
+from meshnet.engine.shards import ShardStore
 from meshnet.engine.tokenizer import Tokenizer
 from meshnet.models.errors import ModelError
 from meshnet.models.gguf import ModelFile

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any
 
 from meshnet.engine.base import (
     EngineError,
@@ -33,23 +29,23 @@ from meshnet.engine.replay import proven_rows
 from meshnet.engine.sampling import Logits, SlotSampler, draw
 from meshnet.engine.segment import Rows, Segment, SegmentOptions
 from meshnet.engine.selftest import exact_in_chunks, measure
+from meshnet.engine.shards import (
+    Progress,
+    ShardStore,
+    default_threads,
+    layers_on_gpu,
+    part_of,
+    pin_thread,
+    segment_borders,
+    shard_file,
+)
+from meshnet.engine.steps import check_rows, groups, joined
 from meshnet.models.architecture import architecture, refusal
 from meshnet.models.errors import ModelError
 from meshnet.models.gguf import ModelFile
-from meshnet.models.slice import plan_slice, write_slice
 
 MAX_SLOTS = 256
 KEPT_CHECKPOINTS = 3
-WORK_PER_THREAD = 16 << 20
-
-Progress = Callable[[str, float], None]
-"""Called with what is being done and how much of it is done, 0..1."""
-
-
-class ShardStore(Protocol):
-    """Where shards come from; `meshnet.models.store.Store` is one."""
-
-    def shard(self, model: ModelFile, first: int, last: int) -> Path: ...
 
 
 @dataclass
@@ -132,7 +128,7 @@ class LlamaEngine:
             raise EngineError(f"slots is {n_slots}; 1 to {MAX_SLOTS} are possible")
         if n_ctx < 1 or max_rows < 1:
             raise EngineError(f"context is {n_ctx} and rows per call {max_rows}; both must be at least 1")
-        borders = _borders(model, first, last, cuts)
+        borders = segment_borders(model, first, last, cuts)
         whole = (first, last) == (0, model.n_layers - 1) and len(borders) == 1 and model.shard_range is None
         if not whole and (reason := refusal(model.arch)):
             raise EngineError(reason)
@@ -152,12 +148,12 @@ class LlamaEngine:
             repack=repack,
             devices=chosen.addresses,
         )
-        _pin(cores)
+        pin_thread(cores)
         cleanup = ExitStack()
         segments: list[Segment] = []
         try:
             for index, (a, b) in enumerate(borders):
-                path = _shard_file(model, a, b, whole, store, cleanup)
+                path = shard_file(model, a, b, whole, store, cleanup)
                 segments.append(
                     Segment(
                         library,
@@ -168,8 +164,8 @@ class LlamaEngine:
                         is_head=a == 0,
                         is_tail=b == model.n_layers - 1,
                         n_embd=model.n_embd,
-                        gpu_layers=_on_gpu(chosen.layers, b - a + 1, last - b),
-                        progress=_part(progress, index, len(borders), a, b),
+                        gpu_layers=layers_on_gpu(chosen.layers, b - a + 1, last - b),
+                        progress=part_of(progress, index, len(borders), a, b),
                     )
                 )
                 cleanup.callback(segments[-1].close)
@@ -243,7 +239,7 @@ class LlamaEngine:
         try:
             if self._info.recurrent:
                 self._take_checkpoints(steps, slots)
-            for group in _groups(steps, self._info.max_rows):
+            for group in groups(steps, self._info.max_rows):
                 self._run_group(steps, slots, group, run_segments, results)
         except EngineError:
             self._undo(steps, slots, before)
@@ -369,7 +365,7 @@ class LlamaEngine:
     def _pin_thread(self) -> None:
         thread = threading.get_ident()
         if self._pinned != thread:
-            _pin(self._cores)
+            pin_thread(self._cores)
             self._pinned = thread
 
     def _run_segments(self, slot: _Slot) -> list[Segment]:
@@ -388,7 +384,7 @@ class LlamaEngine:
                 raise EngineError(
                     f"slot {step.slot} runs layers {slot.entry}-{slot.exit}, others {entry}-{exit_}"
                 )
-            _check_rows(step, entry, info)
+            check_rows(step, entry, info)
             if step.position != slot.position:
                 raise EngineError(
                     f"slot {step.slot}: position {step.position} was given, {slot.position} was expected"
@@ -417,9 +413,9 @@ class LlamaEngine:
         tokens: Tokens | None = None
         data: Hidden | None = None
         if parts[0].tokens is not None:
-            tokens = _joined([step.tokens for step in parts if step.tokens is not None])
+            tokens = joined([step.tokens for step in parts if step.tokens is not None])
         else:
-            data = _joined([step.hidden for step in parts if step.hidden is not None])
+            data = joined([step.hidden for step in parts if step.hidden is not None])
         exit_ = slots[group[0]].exit
         is_tail = exit_ == self._info.model_layers - 1
         for segment in segments:
@@ -494,114 +490,3 @@ class LlamaEngine:
                 self.close(step.slot)
             elif slot.sampler is not None:
                 slot.sampler.truncate(position)
-
-
-def _borders(model: ModelFile, first: int, last: int, cuts: Sequence[int]) -> list[tuple[int, int]]:
-    if not 0 <= first <= last < model.n_layers:
-        raise EngineError(
-            f"{model.name} has layers 0-{model.n_layers - 1}; {first}-{last} is no range of them"
-        )
-    for cut in cuts:
-        if not first <= cut <= last:
-            raise EngineError(f"cut {cut} is not a layer of the shard {first}-{last}")
-    starts = sorted({first, *cuts})
-    return list(zip(starts, [start - 1 for start in starts[1:]] + [last], strict=True))
-
-
-def _shard_file(
-    model: ModelFile, first: int, last: int, whole: bool, store: ShardStore | None, cleanup: ExitStack
-) -> Path:
-    if whole or model.shard_range == (first, last):
-        return model.path
-    if store is not None:
-        return store.shard(model, first, last)
-    folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="meshnet-shard-"))
-    return write_slice(plan_slice(model, first, last), Path(folder) / f"{model.name}-{first}-{last}.gguf")
-
-
-def _on_gpu(gpu_layers: int, own: int, behind: int) -> int:
-    """Of `gpu_layers` layers counted from the shard's end, those that a segment has; -1: all."""
-    return own + 1 if gpu_layers < 0 else max(0, min(own + 1, gpu_layers - behind))
-
-
-def _part(
-    progress: Progress | None, index: int, count: int, first: int, last: int
-) -> Callable[[float], None] | None:
-    if progress is None:
-        return None
-    return lambda fraction: progress(f"loading layers {first}-{last}", (index + fraction) / count)
-
-
-def _groups(steps: Sequence[Step], max_rows: int) -> list[list[int]]:
-    """Steps that one llama.cpp call can run as one ubatch: equal rows, consecutive slots, and where there
-    are several, few enough rows to stay exact."""
-    order = sorted(range(len(steps)), key=lambda i: steps[i].slot)
-    groups: list[list[int]] = []
-    most = min(max_rows, EXACT_ROWS)
-    for i in order:
-        group = groups[-1] if groups else []
-        fits = (
-            group
-            and steps[i].slot == steps[group[-1]].slot + 1
-            and steps[i].rows == steps[group[-1]].rows
-            and (len(group) + 1) * steps[i].rows <= most
-        )
-        if fits:
-            group.append(i)
-        else:
-            groups.append([i])
-    return groups
-
-
-def _joined(arrays: Sequence[Any]) -> Any:
-    """One contiguous array of all rows; of a single one, the array itself where it is contiguous."""
-    return np.ascontiguousarray(arrays[0]) if len(arrays) == 1 else np.concatenate(arrays)
-
-
-def _check_rows(step: Step, entry: int, info: EngineInfo) -> None:
-    tokens, hidden = step.tokens, step.hidden
-    if (tokens is None) == (hidden is None) or (tokens is None) != (entry > 0):
-        wanted = "hidden states" if entry else "tokens"
-        raise EngineError(f"slot {step.slot} starts at layer {entry}: it takes {wanted}, and nothing else")
-    if tokens is not None:
-        if tokens.dtype != np.int32 or tokens.ndim != 1 or not len(tokens):
-            raise EngineError(
-                f"slot {step.slot}: tokens of {tokens.dtype} {tokens.shape}, int32 (n,) with n > 0 are wanted"
-            )
-        if int(tokens.min()) < 0 or int(tokens.max()) >= info.n_vocab:
-            raise EngineError(f"slot {step.slot}: a token outside the vocabulary of {info.n_vocab}")
-    elif hidden is not None:
-        if (
-            hidden.dtype != np.float32
-            or hidden.ndim != 2
-            or hidden.shape[1] != info.n_embd
-            or not len(hidden)
-        ):
-            raise EngineError(
-                f"slot {step.slot}: hidden states of {hidden.dtype} {hidden.shape}, "
-                f"float32 (n, {info.n_embd}) with n > 0 are wanted"
-            )
-        if not np.isfinite(hidden).all():
-            raise EngineError(f"slot {step.slot}: the hidden states hold NaN or infinity")
-
-
-def default_threads(cores: Sequence[int] | None, weights: int) -> int:
-    """As many threads as CPUs that compute may run on, but no more than have something to do: threads meet
-    after every tensor, which costs more than it brings where a thread has less than WORK_PER_THREAD bytes."""
-    if cores:
-        usable = len(cores)
-    elif hasattr(os, "sched_getaffinity"):
-        usable = len(os.sched_getaffinity(0))
-    else:
-        usable = os.cpu_count() or 1
-    return max(1, min(usable, weights // WORK_PER_THREAD))
-
-
-def _pin(cores: Sequence[int] | None) -> None:
-    """Bind the calling thread, and with it the compute threads that it starts, to the cores."""
-    if not cores or not hasattr(os, "sched_setaffinity"):
-        return
-    try:
-        os.sched_setaffinity(0, cores)
-    except (OSError, ValueError) as error:
-        raise EngineError(f"cores {list(cores)} cannot be used: {error}") from error
