@@ -22,6 +22,19 @@ async def test_a_new_mesh_gets_an_account_and_secrets_that_are_shown_once(kit: K
     assert (await kit.books.accounts.get("home")).unlimited
 
 
+async def test_an_owner_without_the_keys_gets_further_ones(kit: Kit) -> None:
+    further = await kit.books.bootstrap(renew=True)
+    assert further is not None
+    for secrets in (kit.secrets, further):
+        admin = await kit.books.authenticate(secrets.admin_key)
+        use = await kit.books.authenticate(secrets.use_key)
+        assert admin is not None
+        assert use is not None
+        assert (admin.scope, use.scope, admin.account, use.account) == ("admin", "use", "home", "home")
+        await kit.books.joins.admit(secrets.join_token, "node-1")
+    assert len(await kit.books.accounts.list()) == 2
+
+
 async def test_no_secret_is_stored(kit: Kit) -> None:
     for table in ("keys", "join_tokens"):
         for row in await kit.rows(f"SELECT * FROM {table}"):

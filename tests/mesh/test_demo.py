@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+import httpx2 as httpx
 import openai
 import psutil
 import pytest
@@ -107,6 +108,23 @@ def test_children_end_when_the_demo_is_killed(tmp_path: Path) -> None:
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left
+
+
+def test_data_that_is_kept_serves_a_second_start(tmp_path: Path) -> None:
+    arguments = ("--cuts", "", "--ctx", "512", "--slots", "1", "--data", str(tmp_path / "kept"))
+    calls, keys, nodes = [], [], []
+    for _ in range(2):
+        with run_demo(tmp_path, *arguments) as running, running.client() as client:
+            calls.append(answer_text(chat(client, "Say hello.", max_tokens=8)))
+            keys.append({running.api_key, running.info["admin_key"]})
+            nodes.append(running.nodes[0]["node_id"])
+            models = httpx.get(
+                f"{running.base_url}/models", headers={"Authorization": f"Bearer {min(keys[0])}"}
+            )
+            assert models.status_code == 200
+    assert calls[0] == calls[1]
+    assert nodes[0] == nodes[1]
+    assert not keys[0] & keys[1]
 
 
 def _alive(pid: int) -> bool:

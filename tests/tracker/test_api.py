@@ -117,6 +117,20 @@ async def test_weights_and_cost_model_are_set_live_per_tracker_and_per_model(tra
     assert (await tracker.get("/api/settings/routing"))["default"]["weights"]["hop"] == 0.3
 
 
+async def test_settings_for_an_alias_are_those_of_its_model(tracker: Running) -> None:
+    await tracker.node(name="alone", aliases=("nick",))
+    url = f"{tracker.base}/api/settings/routing"
+    change = {"models": {"Nick": {"cost_model": "weighted"}, "Later": {"weights": {"hop": 2.0}}}}
+    async with tracker.http.put(url, json=change, headers=tracker.admin()) as answer:
+        assert set((await answer.json())["models"]) == {"toy", "later"}
+    async with tracker.http.post(
+        f"{tracker.base}/api/route/preview", json={"model": "nick"}, headers=tracker.admin()
+    ) as answer:
+        assert (await answer.json())["cost_model"] == "weighted"
+    async with tracker.http.put(url, json={"models": {"nick": None}}, headers=tracker.admin()) as answer:
+        assert set((await answer.json())["models"]) == {"later"}
+
+
 async def test_the_weights_decide_the_next_call(tracker: Running) -> None:
     whole = await tracker.node(name="whole", decode_ms=40.0)
     await tracker.node(name="head", layers=(0, 14), decode_ms=1.0)

@@ -108,6 +108,7 @@ class WireNode:
         engine_version: str = "engine-1",
         numerics_class: str = "class-a",
         template: str = "",
+        aliases: tuple[str, ...] = (),
         node_id: str = "",
     ) -> None:
         self.token = token
@@ -126,6 +127,7 @@ class WireNode:
         self.engine_version = engine_version
         self.numerics_class = numerics_class
         self.template = template
+        self.aliases = aliases
         self.protocol_version = PROTOCOL_VERSION
         self.script = Script()
         self.seen: list[Seen] = []
@@ -254,6 +256,7 @@ class WireNode:
             shard.card.CopyFrom(
                 pb.ModelCard(
                     name="Toy model",
+                    aliases=self.aliases,
                     chat_template=self.template,
                     tools=bool(self.template),
                     n_ctx_train=self.n_ctx,

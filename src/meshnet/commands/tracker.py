@@ -27,6 +27,9 @@ def tracker(
     advertise: Annotated[str | None, typer.Option(help="Host that nodes are told to dial.")] = None,
     data: Annotated[Path | None, typer.Option(help="Folder for keys, ledger and settings.")] = None,
     database: Annotated[str | None, typer.Option(help="PostgreSQL or SQLite URL instead of --data.")] = None,
+    new_keys: Annotated[
+        bool, typer.Option("--new-keys", help="Make and show further keys and a join token.")
+    ] = False,
     log: Annotated[str | None, typer.Option(help="Form of the log: console or json.")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON on stdout when ready.")
@@ -40,6 +43,7 @@ def tracker(
         "advertise": advertise,
         "data": data,
         "database": database,
+        "new_keys": new_keys or None,
         "log": log,
     }
     try:

@@ -138,10 +138,10 @@ class Books:
             raise
         return cls(storage, mesh, clock)
 
-    async def bootstrap(self) -> Bootstrap | None:
+    async def bootstrap(self, *, renew: bool = False) -> Bootstrap | None:
         """Gives a new database its first account (without limit), keys and join token.
 
-        None when it has some.
+        None when it has some; with `renew` that account gets further ones, and the earlier ones stay valid.
         """
         secrets = Bootstrap(new_secret("mn-"), new_secret("mn-"), new_secret("mj-"))
         now = self.clock()
@@ -149,14 +149,19 @@ class Books:
         def write(connection: Connection) -> Bootstrap | None:
             # Locking the mesh's row lets one of several trackers that start at once do this.
             connection.execute(select(schema.mesh.c.id).with_for_update())
-            if connection.execute(select(schema.accounts.c.id).limit(1)).first() is not None:
+            used = connection.execute(select(schema.accounts.c.id).limit(1)).first() is not None
+            if used and not renew:
                 return None
-            insert_account(connection, FIRST_ACCOUNT, True, now)
+            if not used:
+                insert_account(connection, FIRST_ACCOUNT, True, now)
+            which = "new" if used else "first"
             insert_key(
-                connection, FIRST_ACCOUNT, secrets.admin_key, now, name="first admin key", scope="admin"
+                connection, FIRST_ACCOUNT, secrets.admin_key, now, name=f"{which} admin key", scope="admin"
             )
-            insert_key(connection, FIRST_ACCOUNT, secrets.use_key, now, name="first key", scope="use")
-            insert_join_token(connection, self.mesh, "first join token", secrets.join_token, now, None, None)
+            insert_key(connection, FIRST_ACCOUNT, secrets.use_key, now, name=f"{which} key", scope="use")
+            insert_join_token(
+                connection, self.mesh, f"{which} join token", secrets.join_token, now, None, None
+            )
             return secrets
 
         return await self.storage.write(write)
