@@ -64,6 +64,15 @@ def test_two_files_of_one_name_get_two_ids(store: Store, model_file: Path, tmp_p
     assert ids == ["my-model-q8", "my-model-q8-2", "my-model-q8", "my-model-q8-2"]
 
 
+def test_a_file_that_moved_keeps_the_models_id(store: Store, model_file: Path, tmp_path: Path) -> None:
+    store.pull(str(model_file))
+    moved = tmp_path / "elsewhere" / model_file.name
+    moved.parent.mkdir()
+    model_file.rename(moved)
+    assert store.pull(str(moved)).id == "my-model-q8"
+    assert [model.path for model in store.ls()] == [moved]
+
+
 def test_a_path_resolves_without_being_pulled(store: Store, model_file: Path) -> None:
     assert store.resolve(str(model_file)).path == model_file
     assert store.ls() == []

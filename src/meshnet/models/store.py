@@ -182,11 +182,18 @@ class Store:
         return None
 
     def _add(self, model: StoredModel) -> StoredModel:
-        """Put a model into the index; one with the same id and another file gets out of its way."""
+        """Put a model into the index; next to another one of that id its own gets a number.
+
+        A model whose file has gone gives its id up: machines that bring the same file call it the same.
+        """
         with FileLock.take(self.root / ".index.lock"):
             index = self._load()
             others = [
-                each for each in index.models if each.path != model.path and each.source != model.source
+                each
+                for each in index.models
+                if each.path != model.path
+                and each.source != model.source
+                and (each.id != model.id or each.path.is_file())
             ]
             taken = {each.id for each in others}
             number, free = 2, model.id
