@@ -117,6 +117,11 @@ def test_an_unknown_device(tmp_path: Path) -> None:
     assert "quantum" in refuse(tmp_path, *model("0-3"), "--device", "quantum")
 
 
+def test_cores_that_no_machine_has(tmp_path: Path) -> None:
+    said = refuse(tmp_path, *model("0-3"), "--cores", "0-9999999999")
+    assert said == "meshnet node: --cores: '0-9999999999' is above 65535"
+
+
 def test_no_tracker_and_no_retry(tmp_path: Path) -> None:
     said = refuse(tmp_path, *model("0-3"), "--no-retry")
     assert "cannot reach the tracker" in said

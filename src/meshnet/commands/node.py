@@ -20,6 +20,8 @@ from meshnet.node.ring import DEFAULT_BYTES
 from meshnet.protocol.invitation import InvitationError, parse_link
 
 SWITCH_S = 0.0005
+MOST = 65_535
+"""No machine has more CPUs, no model more layers."""
 
 
 def node(
@@ -154,6 +156,9 @@ def _numbers(flag: str, text: str) -> tuple[int, ...]:
         first, dash, last = part.partition("-")
         if not (first.isdecimal() and (last.isdecimal() or not dash)):
             _complain(f"--{flag}: {part!r} is not a number or a range")
+            raise typer.Exit(2)
+        if int(last or first) > MOST:
+            _complain(f"--{flag}: {part!r} is above {MOST}")
             raise typer.Exit(2)
         found.extend(range(int(first), int(last or first) + 1))
     return tuple(dict.fromkeys(found))
