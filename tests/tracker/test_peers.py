@@ -54,6 +54,8 @@ async def test_calls_are_known_at_both_and_can_be_cancelled_at_either(start: Sta
             await asyncio.sleep(0.1)
     shown = await two.get(f"/api/calls/{call_id}")
     assert shown["timeline"]
+    assert shown["tracker"] == one.base
+    assert (await one.get(f"/api/calls/{call_id}"))["tracker"] is None
     async with two.http.delete(f"{two.base}/api/calls/{call_id}", headers=two.use()) as cancelled:
         assert await cancelled.json() == {"id": call_id, "phase": "cancelled"}
     await asyncio.wait_for(node.seen[0].closed.wait(), 5)
