@@ -37,6 +37,9 @@ from meshnet.protocol.openai import (
 
 MAX_BODY_BYTES = 16 << 20
 DEFAULT_MAX_TOKENS = 1024
+QUIET_S = 2.0
+"""A stream on which nothing happened for so long says that it is alive: whoever reads it need not guess whether
+the node is dead or has much to do."""
 
 _decode_call = msgspec.json.Decoder(calls.GenerateCall).decode
 _decode_reroute = msgspec.json.Decoder(calls.Reroute).decode
@@ -53,12 +56,15 @@ class EventResponse(Response):
         render: Callable[[calls.AnyEvent], bytes],
         media_type: str,
         headers: dict[str, str] | None = None,
+        *,
+        alive: bytes,
     ) -> None:
         super().__init__(b"", 200, {"cache-control": "no-store", **(headers or {})}, media_type)
         del self.headers["content-length"]
         self._heads = heads
         self._call = call
         self._render = render
+        self._alive = alive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.create_task(self._send(send))
@@ -74,7 +80,15 @@ class EventResponse(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        while events := await self._call.events.take():
+        while True:
+            try:
+                async with asyncio.timeout(QUIET_S):
+                    events = await self._call.events.take()
+            except TimeoutError:
+                await send({"type": "http.response.body", "body": self._alive, "more_body": True})
+                continue
+            if not events:
+                break
             body = b"".join(self._render(event) for event in events)
             if body:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -133,7 +147,11 @@ class NodeHttp:
         asked = _read(_decode_call, await _body(request))
         call = await self._heads.start(asked)
         return EventResponse(
-            self._heads, call, lambda event: calls.encode_event(event) + b"\n", calls.EVENTS_MEDIA_TYPE
+            self._heads,
+            call,
+            lambda event: calls.encode_event(event) + b"\n",
+            calls.EVENTS_MEDIA_TYPE,
+            alive=b"\n",
         )
 
     async def _reroute(self, request: Request) -> Response:
@@ -199,7 +217,7 @@ class NodeHttp:
             def render(event: calls.AnyEvent) -> bytes:
                 return renderer.feed(_lost_is_final(event))
 
-            return EventResponse(self._heads, call, render, "text/event-stream", headers)
+            return EventResponse(self._heads, call, render, "text/event-stream", headers, alive=b": alive\n\n")
         assembler = AnswerAssembler(body, envelope, model.tool_format)
         listening = asyncio.create_task(_until_gone(request.receive))
         assembling = asyncio.create_task(_assemble(call, assembler))

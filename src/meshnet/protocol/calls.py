@@ -1,8 +1,9 @@
 """What the tracker sends to a head node and what comes back while a call runs.
 
 `POST /internal/calls` takes a `GenerateCall` (JSON) and answers `application/x-meshnet-events`: one JSON
-`Event` per line. `POST /internal/calls/{call_id}/reroute` takes a `Reroute`. Closing the response ends
-the call on every node. Both need the ticket's signature, nothing else authenticates the tracker.
+`Event` per line; an empty line says that the head is alive and nothing has happened.
+`POST /internal/calls/{call_id}/reroute` takes a `Reroute`. Closing the response ends the call on every node.
+Both need the ticket's signature, nothing else authenticates the tracker.
 """
 
 from __future__ import annotations
