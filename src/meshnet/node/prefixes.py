@@ -29,6 +29,8 @@ class Idle:
     tokens: Tokens
     spans: Spans = ()
     """Known at heads only."""
+    source: str = ""
+    """The session that left it, under the same id on every stage of its route."""
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
@@ -36,6 +38,15 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
     size = min(len(a), len(b))
     different = np.flatnonzero(a[:size] != b[:size])
     return int(different[0]) if len(different) else size
+
+
+def whole_spans(spans: Spans, length: int, rows: int) -> int:
+    """The most of `length` positions that can be computed again to the same bits: a span of up to `rows`
+    positions may be cut anywhere, a longer one ran on another kernel and counts as a whole or not at all."""
+    for first, end in spans:
+        if first < length < end and end - first > rows:
+            return first
+    return length
 
 
 class Prefixes:
@@ -55,15 +66,29 @@ class Prefixes:
         self._idle[idle.shard, idle.slot] = idle
 
     def take(
-        self, shard: int, start: int, end: int, key: str, tokens: Tokens, most: int
+        self,
+        shard: int,
+        start: int,
+        end: int,
+        key: str,
+        tokens: Tokens,
+        most: int,
+        *,
+        rows: int = 0,
+        source: str = "",
     ) -> tuple[Idle, int] | None:
         """The idle session that shares the longest beginning with `tokens`, and how long that is, `most` at
-        most; it is no longer idle. None where nothing worth going on from is left."""
+        most; it is no longer idle. None where nothing worth going on from is left.
+
+        `rows` as in `whole_spans`. `source`: only what this session left is looked at.
+        """
         best: tuple[Idle, int] | None = None
         for idle in self._idle.values():
             if (idle.shard, idle.start, idle.end, idle.key) != (shard, start, end, key):
                 continue
-            length = min(common_prefix(idle.tokens, tokens), most)
+            if source and idle.source != source:
+                continue
+            length = whole_spans(idle.spans, min(common_prefix(idle.tokens, tokens), most), rows)
             if length >= LEAST_POSITIONS and (best is None or length >= best[1]):
                 best = (idle, length)
         if best is not None:

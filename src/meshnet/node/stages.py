@@ -175,7 +175,7 @@ class Stages:
             self._close_below(session, keep_prefix=False)
             raise Refused("closed", f"session {session.id} was closed while it was opened")
         session.ready = True
-        return Opening(session, position, replay_rows, spans)
+        return Opening(session, position, replay_rows, _until(spans, position))
 
     async def _place(
         self, message: pb.Open, ticket: Ticket, shard: Shard, upstream: Upstream
@@ -294,13 +294,25 @@ class Stages:
             session.note_tokens(0, source.tokens[:position])
 
     async def _start(self, session: Session, message: pb.Open) -> Spans:
-        """A fresh slot, or one with the longest prefix that the account left here."""
+        """A fresh slot, or one with the longest prefix that the account left here, the same on all stages."""
         engine, shard = session.shard.engine, session.shard
         sampling, known = session.sampling, np.asarray(session.tokens, dtype=np.int32)
         found = None
         if message.reuse_position:
             most = min(message.reuse_position, len(known))
-            found = self.prefixes.take(shard.number, session.start, session.end, session.key, known, most)
+            found = self.prefixes.take(
+                shard.number,
+                session.start,
+                session.end,
+                session.key,
+                known,
+                most,
+                rows=shard.info.replay_rows,
+                source=message.reuse_of,
+            )
+        # Stages go on from what one and the same session left, or from nothing: else the head would not know
+        # how their positions were computed, and could not have them computed again to the same bits.
+        message.reuse_position = 0
         if found is not None:
             idle, length = found
             shard.idle -= 1
@@ -313,6 +325,7 @@ class Stages:
                 return reached
 
             session.computed = session.accepted = await self.executor.call(go_on)
+            message.reuse_position, message.reuse_of = session.computed, idle.source
         else:
             session.slot = self._slot(shard, message)
             slot, start, end = session.slot, session.start, session.end
@@ -459,6 +472,7 @@ class Stages:
                     session.key,
                     tokens,
                     _until(spans, session.computed),
+                    session.id,
                 )
             )
             shard.idle += 1
