@@ -9,12 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx2 as httpx
+
 from support.gates import Gates, free_port
 from support.mesh import START_SECONDS, Mesh, Process
 
+T = TypeVar("T")
 STEADY = {"MESHNET_TRACKER_FLAP_FREE": "100000"}
 """For trackers in tests that break the same nodes again and again on purpose."""
 SETTLE_SECONDS = 60.0
@@ -76,16 +78,20 @@ class Quad:
         else:
             raise AssertionError(how)
 
+    def mend_node(self, name: str) -> None:
+        """One node as it was: its links whole, woken if it was stopped, started again if it is dead."""
+        self.gates.mend(name)
+        self.gates.mend(f"{name}/http")
+        if name in self._stopped:
+            self._stopped.discard(name)
+            self.mesh.nodes[name].signal(signal.SIGCONT)
+        if self.mesh.nodes[name].popen.poll() is not None:
+            self.start_node(name)
+
     def mend(self, *, timeout: float = START_SECONDS) -> None:
-        """Everything as it was: links whole, stopped nodes woken, dead ones started again and ready."""
+        """Everything as it was, and ready."""
         for name in self.layers:
-            self.gates.mend(name)
-            self.gates.mend(f"{name}/http")
-            if name in self._stopped:
-                self.mesh.nodes[name].signal(signal.SIGCONT)
-            if self.mesh.nodes[name].popen.poll() is not None:
-                self.start_node(name)
-        self._stopped.clear()
+            self.mend_node(name)
         self.mesh.wait_ready(*self.layers, timeout=timeout)
 
     # ---------------------------------------------------------------- looking
@@ -174,9 +180,11 @@ def ask(
     on_piece: Callable[[int], None] | None = None,
     timeout: float = 240.0,
     key: str = "",
+    heard: Heard | None = None,
     **parameters: Any,
 ) -> Heard:
-    """One chat completion, greedy unless told otherwise. `on_piece(n)` runs after the n-th piece of text."""
+    """One chat completion, greedy unless told otherwise. `on_piece(n)` runs after the n-th piece of text;
+    where it raises, `heard` has what came until then."""
     headers = {"Authorization": f"Bearer {key or mesh.info['admin_key']}"}
     if nodes:
         headers["X-Meshnet-Nodes"] = ",".join(nodes)
@@ -188,7 +196,7 @@ def ask(
         "stream": stream,
         **parameters,
     }
-    heard = Heard()
+    heard = heard or Heard()
     with (
         httpx.Client(base_url=mesh.root, headers=headers, timeout=timeout) as client,
         client.stream("POST", "/v1/chat/completions", json=body) as answer,
@@ -234,6 +242,15 @@ def _take_whole(heard: Heard, body: dict[str, Any]) -> None:
     heard.usage = body["usage"]
     choice = body["choices"][0]
     heard.text, heard.finish = choice["message"]["content"], choice["finish_reason"]
+
+
+def wait_for(look: Callable[[], T | None], timeout: float = SETTLE_SECONDS) -> T:
+    """What `look` finds, as soon as it finds something."""
+    deadline = time.monotonic() + timeout
+    while not (found := look()):
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.02)
+    return found
 
 
 class Asking(threading.Thread):
