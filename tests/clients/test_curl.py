@@ -80,13 +80,20 @@ def test_one_connection_carries_many_calls(demo: Demo) -> None:
     assert said.count("Re-using existing connection") == 3
 
 
-def test_an_error_is_a_status_and_a_shape(demo: Demo) -> None:
-    out = run(command(demo, "--write-out", "\n%{http_code}", temperature=9))
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"temperature": 9}, "temperature"),
+        ({"logit_bias": {"99999999": 5}}, "logit_bias.99999999"),  # only a head knows the vocabulary
+    ],
+)
+def test_an_error_is_a_status_and_a_shape(demo: Demo, asked: dict[str, Any], param: str) -> None:
+    out = run(command(demo, "--write-out", "\n%{http_code}", **asked))
     body, _, status = out.rpartition("\n")
     assert status == "400"
     error = json.loads(body)["error"]
     assert set(error) == {"message", "type", "code", "param"}
-    assert error["param"] == "temperature"
+    assert error["param"] == param
 
 
 @contextmanager

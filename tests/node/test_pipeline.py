@@ -176,6 +176,12 @@ async def test_prompt_longer_than_the_context_is_refused(three: Three) -> None:
     assert refused.value.code == "context_length_exceeded"
 
 
+async def test_a_bias_on_a_token_that_is_none_is_the_requests_fault(three: Three) -> None:
+    with pytest.raises(ApiError) as refused:
+        await three.bench.run([three.head, three.tail], PROMPTS[0], logit_bias=[[10**8, 5.0]])
+    assert (refused.value.status, refused.value.param) == (400, "logit_bias.100000000")
+
+
 async def test_second_turn_goes_on_from_the_first(three: Three) -> None:
     first = [{"role": "user", "content": "Name three rivers in Europe, and say where they flow."}]
     options: dict[str, Any] = {"prefix_key": "account-1", "max_tokens": 20}

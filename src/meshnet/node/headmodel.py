@@ -71,6 +71,7 @@ class HeadModel:
             raise ApiError(400, f"the request cannot be read: {error}") from error
         if not len(tokens):
             raise ApiError(400, "The prompt is empty; send at least one token.", param="prompt")
+        self._check_bias(body)
         grammar: Any = request.request.get("grammar", spec.gbnf)
         sampling = SamplingParams(
             temperature=body.temperature,
@@ -104,6 +105,16 @@ class HeadModel:
             raise ApiError(
                 400, f"The model's chat template refuses these messages: {error}", param="messages"
             ) from error
+
+    def _check_bias(self, body: GenerationRequest) -> None:
+        """The tail would refuse such a bias too, but there it would look like the node's fault."""
+        for token, _ in body.logit_bias:
+            if token >= self.tokenizer.n_vocab:
+                raise ApiError(
+                    400,
+                    f"Invalid 'logit_bias': token {token} is not one of the model's {self.tokenizer.n_vocab}.",
+                    param=f"logit_bias.{token}",
+                )
 
     def _completion(self, request: CompletionRequest) -> Tokens:
         if not isinstance(request.prompt, str):
