@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 
 import psutil
@@ -61,6 +62,7 @@ class _Node(Collector):
             ("step_latency_ms", "Milliseconds per decode step, moving average", state.latency_ms),
             ("load", "Busy slots over slots", state.current_load),
             ("kept_bytes", "Sent hidden states kept for replay", ring.bytes),
+            ("tasks", "Tasks of the event loop", len(asyncio.all_tasks())),
             ("resident_bytes", "Resident memory of the process", self._process.memory_info().rss),
         )
         for gauge, text, figure in gauges:
@@ -82,5 +84,5 @@ class Metrics:
         self._registry.register(_Node(stages, calls, links))
 
     def render(self) -> bytes:
-        """In the text format."""
+        """In the text format. On the event loop."""
         return generate_latest(self._registry)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -81,6 +82,7 @@ class Api:
     async def metrics(self, request: Request) -> Response:
         metrics, placement = self.t.metrics, self.t.orchestrator.placement
         now = self.t.roster.clock()
+        metrics.tasks.set(len(asyncio.all_tasks()))
         metrics.in_flight.set(self.t.recorder.table.in_flight)
         metrics.waiting.set(placement.waiting)
         metrics.viewers.set(self.t.feed.viewers)

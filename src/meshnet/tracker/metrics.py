@@ -66,6 +66,7 @@ class Metrics:
         )
         self.in_flight = Gauge("meshnet_calls_in_flight", "Calls that have not ended.", registry=registry)
         self.waiting = Gauge("meshnet_calls_waiting", "Calls in the queue.", registry=registry)
+        self.tasks = Gauge("meshnet_tasks", "Tasks of the event loop.", registry=registry)
         self.viewers = Gauge("meshnet_event_viewers", "Open event streams.", registry=registry)
         self.nodes = Gauge("meshnet_nodes", "Nodes by state.", ["state"], registry=registry)
         self.free_slots = Gauge(
