@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready
+CHAOS_SECONDS ?= 60
+SOAK_SECONDS ?= 3600
 SOURCES := pyproject.toml requirements.lock hatch_build.py $(wildcard src/meshnet/protocol/*.proto) \
 	$(shell find web -type f -not -path '*/node_modules/*' 2>/dev/null)
 
@@ -43,6 +45,12 @@ bench: setup
 
 screenshots: setup
 	$(BIN)/python benchmarks/screenshots.py
+
+chaos: setup
+	cd tests && ../$(BIN)/python -m chaos --seconds $(CHAOS_SECONDS) $(if $(SEED),--seed $(SEED))
+
+soak: setup
+	cd tests && ../$(BIN)/python -m chaos --calm --seconds $(SOAK_SECONDS) $(if $(SEED),--seed $(SEED))
 
 lock:
 	$(BIN)/python -m pip install --quiet uv

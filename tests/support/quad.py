@@ -101,8 +101,7 @@ class Quad:
         open_: dict[str, float] = {}
         for name in self.layers:
             if self.mesh.nodes[name].popen.poll() is None and name not in self._stopped:
-                port = self._ports[name][0]
-                text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30.0).text
+                text = httpx.get(f"{self.own_url(name)}/metrics", timeout=30.0).text
                 for gauge in ("sessions", "calls", "waiting_steps", 'slots{state="busy"}', "kept_bytes"):
                     open_[f"{name} {gauge}"] = figure(text, f"meshnet_node_{gauge}")
         text = self.tracker_metrics()
@@ -115,6 +114,10 @@ class Quad:
                 total = min(shard["n_slots"] for shard in nodes[found[1]]["shards"])
                 open_[f"{found[1]} reserved"] = total - float(found[2])
         return {what: value for what, value in open_.items() if value}
+
+    def own_url(self, name: str) -> str:
+        """Where a node itself listens for HTTP, past its proxy."""
+        return f"http://127.0.0.1:{self._ports[name][0]}"
 
     def tracker_metrics(self) -> str:
         with self.mesh.client(admin=True) as client:
@@ -258,14 +261,15 @@ class Asking(threading.Thread):
 
     def __init__(self, mesh: Mesh, prompt: str, **parameters: Any) -> None:
         super().__init__(daemon=True)
-        self._call = lambda: ask(mesh, prompt, **parameters)
+        self._asked = (mesh, prompt, parameters)
         self._heard: Heard | None = None
         self._failure: BaseException | None = None
         self.start()
 
     def run(self) -> None:
         try:
-            self._heard = self._call()
+            mesh, prompt, parameters = self._asked
+            self._heard = ask(mesh, prompt, **parameters)
         except BaseException as failure:
             self._failure = failure
 

@@ -1,0 +1,129 @@
+"""A whole mesh under streams and, unless it is to be calm, in a storm; then what must hold."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx2 as httpx
+import psutil
+from support.gates import gates
+from support.mesh import run_mesh
+from support.quad import Quad, figure
+
+from chaos.storm import Storm
+from chaos.streams import Asked, Streams
+
+LAYERS = {"low": "0-14", "lower": "0-19", "upper": "10-29", "high": "15-29"}
+"""Overlapping shards: each layer has two holders, and some three."""
+STREAMS = 8
+MORE_BYTES = 96 << 20
+MORE_TASKS = 12
+"""Growth that is no leak: caches, pools and heaps that have found their size."""
+BACK_S = 90.0
+LIMITS = {"MESHNET_TRACKER_QUEUE_WAIT_S": "60"}
+
+
+class Broken(AssertionError):
+    """An invariant does not hold; the message says which and where."""
+
+
+def run(
+    seconds: float,
+    seed: int,
+    *,
+    calm: bool = False,
+    report_s: float = 60.0,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Raises Broken, and leaves the folder with all logs behind, which the message names."""
+    folder = Path(tempfile.mkdtemp(prefix="meshnet-chaos-"))
+    say(f"seed {seed}, {seconds:.0f} s, logs in {folder}")
+    with run_mesh(folder) as mesh, gates() as links:
+        quad = Quad(mesh, links, LAYERS, ("--slots", "8", "--ctx", "640"))
+        quad.start(LIMITS)
+        _set_price(quad)
+        streams = Streams(quad, STREAMS, seed)
+        streams.learn()
+        quad.settled()
+        before = sizes(quad)
+        streams.start()
+        storm = Storm(quad, seed, say)
+        if not calm:
+            storm.start()
+        begun = time.monotonic()
+        end = begun + seconds
+        while (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, report_s))
+            say(_report(quad, streams, time.monotonic() - begun))
+        if not calm:
+            storm.stop()
+        streams.stop()
+        quad.settled(BACK_S)
+        outcomes = Counter(_outcome(asked) for asked in streams.asked)
+        say(f"{len(streams.asked)} calls: {dict(outcomes)}; {dict(storm.counts)}")
+        problems = [*streams.problems(), *streams.ledger_problems(streams.asked), *_grown(quad, before)]
+        if not outcomes["complete"]:
+            problems.append("no call was completed")
+    if problems:
+        shown = "\n".join(problems[:20])
+        raise Broken(f"seed {seed}: {len(problems)} problems (logs in {folder})\n{shown}")
+
+
+def _set_price(quad: Quad) -> None:
+    with quad.mesh.client(admin=True) as client:
+        price = {"model": "*", "input": 1_000_000, "output": 3_000_000}
+        client.post("/api/prices", json=price).raise_for_status()
+
+
+def _outcome(asked: Asked) -> str:
+    if asked.left:
+        return "left"
+    return "complete" if asked.heard.error is None else str(asked.heard.error["code"])
+
+
+def sizes(quad: Quad) -> dict[str, tuple[int, int, float]]:
+    """Per process: its pid, its resident bytes, and the tasks of its event loop."""
+    assert quad.mesh.tracker is not None
+    pid = quad.mesh.tracker.pid
+    found = {"tracker": (pid, _resident(pid), figure(quad.tracker_metrics(), "meshnet_tasks"))}
+    for name in quad.layers:
+        pid = quad.mesh.nodes[name].pid
+        text = httpx.get(f"{quad.own_url(name)}/metrics", timeout=30.0).text
+        found[name] = (pid, _resident(pid), figure(text, "meshnet_node_tasks"))
+    return found
+
+
+def _resident(pid: int) -> int:
+    return int(psutil.Process(pid).memory_info().rss)
+
+
+def _grown(quad: Quad, before: dict[str, tuple[int, int, float]]) -> list[str]:
+    """Memory and tasks come back to where they were. A node that was started anew has its own beginning."""
+    deadline = time.monotonic() + BACK_S
+    while True:
+        problems: list[str] = []
+        for name, (pid, resident, tasks) in sizes(quad).items():
+            old_pid, old_resident, old_tasks = before[name]
+            if tasks > old_tasks + MORE_TASKS:
+                problems.append(f"{name} has {tasks:.0f} tasks, before {old_tasks:.0f}")
+            if pid == old_pid and resident > old_resident + MORE_BYTES:
+                problems.append(f"{name} has {resident >> 20} MiB, before {old_resident >> 20}")
+        if not problems or time.monotonic() > deadline:
+            return problems
+        time.sleep(1.0)
+
+
+def _report(quad: Quad, streams: Streams, at: float) -> str:
+    parts = [f"{at:6.0f} s", f"{len(streams.asked)} calls"]
+    try:
+        for name, (_, resident, tasks) in sizes(quad).items():
+            parts.append(f"{name} {resident >> 20} MiB {tasks:.0f} tasks")
+        held = quad.held()
+        parts.append(f"open sessions {sum(v for k, v in held.items() if k.endswith(' sessions')):.0f}")
+    except (httpx.HTTPError, psutil.NoSuchProcess) as error:
+        parts.append(f"a node is out ({type(error).__name__})")
+    return ", ".join(parts)
