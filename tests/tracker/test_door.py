@@ -252,6 +252,16 @@ async def test_keep_alive_comments_while_queued_and_in_prefill(start: Start) -> 
     assert two.endswith("data: [DONE]\n\n")
 
 
+async def test_a_prefill_that_moves_on_is_kept_alive_as_well(start: Start) -> None:
+    tracker = await start(keepalive_s=0.3)
+    node = await tracker.node()
+    node.script.prefill_steps, node.script.prefill_step_s, node.script.prompt_tokens = 20, 0.05, 20
+    text = await (await tracker.chat(stream=True)).text()
+    comments = [line for line in text.splitlines() if line.startswith(": prefill ")]
+    assert 2 <= len(comments) < 20
+    assert all(comment.endswith("/20") for comment in comments)
+
+
 # ------------------------------------------------------------------ refusals
 
 

@@ -293,12 +293,17 @@ class Run:
         assert attempt is not None
         keepalive_s = self.tracker.settings.keepalive_s
         clock = asyncio.get_running_loop().time
-        told_at = clock()
+        tell_at = clock() + keepalive_s
         while True:
+            at_most_s = FOREVER_S
+            if not self.client.sink.started:
+                at_most_s = tell_at - clock()
+                if at_most_s <= 0:
+                    progress = f"{self.live.prefill_done}/{self.live.prompt_tokens}"
+                    await self.client.keep_alive("prefill", progress)
+                    tell_at, at_most_s = clock() + keepalive_s, keepalive_s
             try:
-                events = await attempt.read(
-                    self._patience(), FOREVER_S if self.client.sink.started else keepalive_s
-                )
+                events = await attempt.read(self._patience(), at_most_s)
             except Disturbed:
                 decision = self._lost_in_mesh()
                 if decision is not None:
@@ -309,10 +314,6 @@ class Run:
             if not events:
                 if events is not None:
                     attempt.heard()
-                if not self.client.sink.started and clock() - told_at >= 0.9 * keepalive_s:
-                    told_at = clock()
-                    progress = f"{self.live.prefill_done}/{self.live.prompt_tokens}"
-                    await self.client.keep_alive("prefill", progress)
                 continue
             try:
                 counted, fresh, final = self.gathered.take(events, self.live)
