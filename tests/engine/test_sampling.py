@@ -369,3 +369,67 @@ def test_tokens_that_a_grammar_does_not_allow_are_refused(tokenizer: Tokenizer) 
 def test_grammars_that_cannot_be_used_are_refused(tokenizer: Tokenizer, text: str) -> None:
     with pytest.raises(EngineError, match="grammar"):
         tokenizer.grammar(text)
+
+
+# weighing
+
+
+def test_weighing_an_own_answer_finds_nothing_and_draws_the_same() -> None:
+    """Whatever was sampled, with penalties, is what the same rows draw again: kept, and the greatest."""
+    for params in (FULL, dataclasses.replace(FULL, temperature=0.0)):
+        drawing = SlotSampler(params, N, EOG, no_grammar)
+        answer = [drawing.sample(row(position), position).token for position in range(10, 40)]
+        checked = dataclasses.replace(params, prompt_tokens=10, check=tuple(answer))
+        state = SlotSampler(checked, N, EOG, no_grammar)
+        for position, token in enumerate(answer, 10):
+            found = state.sample(row(position), position)
+            assert found.token == token
+            assert found.weight is not None
+            assert found.weight.kept
+            if params.greedy:
+                assert found.weight.logit == found.weight.max_logit
+
+
+def test_a_foreign_token_weighs_less_and_stands_all_the_same() -> None:
+    logits = row()
+    worst, best = int(logits.argmin()), int(logits.argmax())
+    state = sampler(temperature=0.0, presence_penalty=5.0, check=(worst, best))
+    first = state.sample(logits, 0)
+    assert first.weight is not None
+    assert first.token == best
+    assert first.weight.max_logit - first.weight.logit > 5.0
+    # The token that stands is penalised from then on, not the one that was drawn.
+    second = state.sample(logits, 1)
+    assert second.token == best
+    assert second.weight is not None
+    assert second.weight.logit == second.weight.max_logit == float(logits[best])
+    kept = sampler(temperature=1.0, top_k=3, check=(worst, best))
+    assert [kept.sample(logits, p).weight.kept for p in (0, 1)] == [False, True]  # type: ignore[union-attr]
+    barred = sampler(temperature=0.0, check=(best,), logit_bias=((best, -math.inf),)).sample(logits, 0).weight
+    assert barred is not None
+    assert barred.logit == -1e30
+    with pytest.raises(EngineError, match="check names token 1000"):
+        sampler(check=(N,))
+
+
+def test_a_grammar_counts_when_tokens_are_weighed(tokenizer: Tokenizer) -> None:
+    state = grammar_sampler(tokenizer, temperature=0.0)
+    tokens: list[int] = []
+    while True:
+        found = state.sample(flat_row(tokenizer, len(tokens)), len(tokens))
+        tokens.append(found.token)
+        if found.end:
+            break
+    honest = grammar_sampler(tokenizer, temperature=0.0, check=tuple(tokens))
+    for position, token in enumerate(tokens):
+        found = honest.sample(flat_row(tokenizer, position), position)
+        assert found.token == token
+        assert found.weight is not None
+        assert found.weight.logit == found.weight.max_logit
+    (wrong,) = tokenizer.encode("!")[-1:].tolist()
+    lawless = grammar_sampler(tokenizer, temperature=0.0, check=(wrong, tokens[1]))
+    first = lawless.sample(flat_row(tokenizer, 0), 0)
+    assert first.weight is not None
+    assert not first.weight.kept
+    assert first.weight.logit == -1e30
+    assert lawless.sample(flat_row(tokenizer, 1), 1).weight is not None

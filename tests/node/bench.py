@@ -175,6 +175,8 @@ class Bench:
         spans: tuple[tuple[int, int], ...] = (),
         prefix_key: str = "",
         prompt_chunk: int = 256,
+        check: tuple[int, ...] = (),
+        check_choice: int = 0,
         **body: Any,
     ) -> calls.GenerateCall:
         call_id = call_id or f"call-{secrets.token_hex(8)}"
@@ -193,6 +195,8 @@ class Bench:
             resume=resume,
             spans=spans,
             prompt_chunk=prompt_chunk,
+            check=check,
+            check_choice=check_choice,
         )
 
     async def run(

@@ -101,6 +101,35 @@ async def test_choices_share_the_prompt_and_draw_differently(three: Three) -> No
     await three.bench.settled()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0.9, "seed": 5, "n": 2, "presence_penalty": 0.5, "logit_bias": [[260, 3.0]]}],
+    ids=["greedy", "sampled"],
+)
+async def test_an_answer_is_weighed_by_another_route(three: Three, options: dict[str, Any]) -> None:
+    """The whole model finds nothing in what the pipeline said, and the pipeline finds what was altered."""
+    choice = options.get("n", 1) - 1
+    said = await three.bench.run([three.head, three.tail], PROMPTS[2], max_tokens=12, **options)
+    (opened,) = said.of(calls.Opened)
+    answer = tuple(said.ids(choice))
+    asked = {**options, "spans": opened.spans, "check_choice": choice, "max_tokens": len(answer) + 1}
+    checked = await three.bench.run([three.whole], PROMPTS[2], check=answer, **asked)
+    rows = [row for event in checked.of(calls.Weighed) for row in event.rows]
+    assert [row.token for row in rows] == [row.drawn for row in rows] == list(answer)
+    assert all(row.kept and row.logit <= row.max_logit for row in rows)
+    assert isinstance(checked.events[-1], calls.Done)
+    assert not checked.of(calls.TokenEvent)
+    altered = (*answer[:5], answer[5] + 1000, *answer[6:])
+    checked = await three.bench.run([three.head, three.tail], PROMPTS[2], check=altered, **asked)
+    rows = [row for event in checked.of(calls.Weighed) for row in event.rows]
+    assert [row.token for row in rows] == list(altered)
+    assert rows[5].drawn == answer[5]
+    assert rows[5].max_logit - rows[5].logit > 1.5
+    with pytest.raises(ApiError, match="check_choice is 2"):
+        await three.bench.run([three.whole], PROMPTS[2], check=answer, **{**asked, "check_choice": 2})
+    await three.bench.settled()
+
+
 async def test_sampling_is_the_seeds(three: Three) -> None:
     options: dict[str, Any] = {"temperature": 1.0, "max_tokens": 16}
     first = await three.bench.run([three.head, three.tail], PROMPTS[1], seed=1, **options)

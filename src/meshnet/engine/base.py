@@ -56,10 +56,25 @@ class SamplingParams:
     """-1: none wanted; 0..20: the chosen token's logprob and that many alternatives."""
     prompt_tokens: int = 0
     """Length of the prompt: positions below it never count for penalties or the grammar."""
+    check: tuple[int, ...] = ()
+    """The tokens of an answer that is checked: they stand behind the prompt whatever is drawn there, and each
+    `Sampled` has the `weight` of the one at its position."""
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+@dataclass(frozen=True)
+class Weight:
+    """What a sampler makes of a token that it did not draw: logits with bias, penalties and grammar."""
+
+    logit: float
+    """-1e30 where the grammar does not allow the token."""
+    max_logit: float
+    """The greatest that may be drawn."""
+    kept: bool
+    """Whether the token is in the set from which one is drawn (top_k, top_p, min_p, grammar)."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +88,8 @@ class Sampled:
     """Alternatives (token, logprob), most likely first; logprobs are of the raw distribution."""
     end: bool = False
     """An end-of-generation token of the vocabulary, or the grammar has nothing more to allow."""
+    weight: Weight | None = None
+    """Of the token of `SamplingParams.check` that stands here; `token` is still the one drawn."""
 
 
 @dataclass(frozen=True)

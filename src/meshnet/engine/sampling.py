@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from meshnet.engine.base import EngineError, GrammarError, Sampled, SamplingParams
+from meshnet.engine.base import EngineError, GrammarError, Sampled, SamplingParams, Weight
 from meshnet.engine.grammar import Grammar
 
 Logits = npt.NDArray[np.float32]
@@ -27,6 +27,8 @@ BLOCK = 256
 LIKELIEST = (256, 4096)
 """How many of the likeliest tokens a grammar is asked about before it is asked about all."""
 NEGLIGIBLE = 1e-3
+NEVER = -1e30
+"""Stands for the logit of a token that cannot be drawn."""
 
 _MASK = (1 << 64) - 1
 
@@ -63,6 +65,9 @@ def check_params(params: SamplingParams, n_vocab: int) -> None:
     for name, good in checks:
         if not good:
             raise EngineError(f"sampling: {name} is {getattr(params, name)}, which is out of its range")
+    for token in params.check:
+        if not 0 <= token < n_vocab:
+            raise EngineError(f"sampling: check names token {token} of a vocabulary of {n_vocab}")
     for token, bias in params.logit_bias:
         if not 0 <= token < n_vocab:
             raise EngineError(f"sampling: logit_bias names token {token} of a vocabulary of {n_vocab}")
@@ -167,6 +172,15 @@ def draw(logits: Logits, params: SamplingParams, position: int, stream: int = 0)
     return int(index[_look_up(weights[index], fraction)])
 
 
+def _kept(logits: Logits, params: SamplingParams, token: int) -> bool:
+    """Whether the token is one of those that may be drawn."""
+    weights = logits - logits.max()
+    weights *= np.float32(1.0 / max(params.temperature, 1e-6))
+    np.exp(weights, out=weights)
+    index = keep(weights, params)
+    return bool(weights[token] > 0.0) if index is None else bool((index == token).any())
+
+
 class SlotSampler:
     """One slot's sampler. Knows the tokens that were generated, by position.
 
@@ -253,6 +267,12 @@ class SlotSampler:
         end = token in self._eog
         if self._grammar is not None:
             token, end = self._constrain(adjusted, token, position)
+        given = position - params.prompt_tokens
+        if 0 <= given < len(params.check):
+            weight = self._weigh(adjusted, params.check[given], token)
+            if self.end == position:
+                self._append(params.check[given])
+            return Sampled(position, token, end=end, weight=weight)
         if self.end == position:
             self._append(token)
         if params.logprobs < 0:
@@ -266,6 +286,21 @@ class SlotSampler:
             order = near[np.argsort(-logits[near], kind="stable")][:count]
             top = tuple((int(i), float(logits[i]) - normaliser) for i in order)
         return Sampled(position, token, float(logits[token]) - normaliser, top, end)
+
+    def _weigh(self, adjusted: Logits, given: int, drawn: int) -> Weight:
+        """What stands for and against `given` where `drawn` was drawn; both are yet to be appended."""
+        params, grammar = self.params, self._grammar
+        best = float(adjusted[drawn] if params.greedy else adjusted.max())
+        if grammar is not None and not grammar.allows(given):
+            # No grammar goes on behind such a token; the check fails here anyway.
+            grammar.close()
+            self._grammar = None
+            return Weight(NEVER, best, kept=False)
+        kept = params.greedy or _kept(adjusted, params, given)
+        if not kept and grammar is not None:
+            masked = self._mask(adjusted, grammar)
+            kept = masked is not None and _kept(masked, params, given)
+        return Weight(max(float(adjusted[given]), NEVER), best, kept)
 
     def fork(self, make_grammar: Callable[[str], Grammar]) -> SlotSampler:
         """A copy that goes its own way."""

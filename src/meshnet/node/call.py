@@ -138,7 +138,7 @@ class Call:
             _Choice(
                 index,
                 TextOut(tokenizer, prompt.stops, show_control=prompt.show_control),
-                ended=index in request.ended,
+                ended=index in request.ended or bool(request.check and index != request.check_choice),
             )
             for index in range(prompt.choices)
         ]
@@ -270,6 +270,7 @@ class Call:
             attach=attach,
         )
         message.sampling.choice = choice.index
+        message.sampling.check.extend(self._request.check)
         if fork_of is not None and fork_of.session is not None:
             message.fork_of, message.fork_position = fork_of.session.id, len(prompt.tokens) - 1
         elif self._request.reuse_prefix and not attach:
@@ -388,13 +389,42 @@ class Call:
                 reason = f"the tail sampled token {token.token}, which is not in the vocabulary"
                 self._inbox.put_nowait(_Lost(self.epoch, tail, "bad_step", reason))
                 return
-            self._take_token(choice, token)
+            if self._request.check:
+                self._take_weight(choice, token)
+            else:
+                self._take_token(choice, token)
         session = choice.session
         if session is not None and times:  # after the next step was fed, for it does not wait for figures
             self._sums.add(times, self._ticket.stages)
             pipeline = self._meter.note(session.lane, times, self._stages.executor.costs)
             if pipeline is not None:
                 self._stages.executor.observe(session.lane, pipeline)
+
+    def _take_weight(self, choice: _Choice, token: pb.Token) -> None:
+        """The next token of the answer that is checked; it stands whatever was drawn."""
+        check, weight = self._request.check, token.weight
+        if not token.HasField("weight"):
+            tail = self._ticket.stages[-1].node_id
+            self._inbox.put_nowait(_Lost(self.epoch, tail, "bad_step", "the tail weighs no tokens"))
+            return
+        given = check[len(choice.generated)]
+        choice.generated.append(given)
+        row = calls.WeighedToken(given, weight.logit, weight.max_logit, token.token, weight.kept)
+        self.events.put(calls.Weighed((row,)))
+        if len(choice.generated) < len(check):
+            self._plan_next(choice)
+            return
+        choice.ended = True
+        assert choice.session is not None
+        self._stages.discard(choice.session)
+        self._inbox.put_nowait(_Ended())
+
+    def _plan_next(self, choice: _Choice) -> None:
+        """Feeds the newest token, unless what takes the session up to it is still to be planned."""
+        if choice.planned and not self._parked:
+            known = len(self._prompt.tokens) + len(choice.generated)
+            choice.pieces.append(Piece(known - 1, known, False, False, True))
+            self._pump(choice)
 
     def _take_token(self, choice: _Choice, token: pb.Token) -> None:
         if token.end:
@@ -403,10 +433,8 @@ class Call:
         choice.generated.append(token.token)
         shown = choice.out.push(token.token)
         ended = shown.stopped or len(choice.generated) >= self._most
-        if not ended and choice.planned and not self._parked:
-            known = len(self._prompt.tokens) + len(choice.generated)
-            choice.pieces.append(Piece(known - 1, known, False, False, True))
-            self._pump(choice)
+        if not ended:
+            self._plan_next(choice)
         wanted = self._prompt.sampling.logprobs >= 0
         lp = (choice.out.logprob(token),) if wanted else ()
         self.events.put(calls.TokenEvent(choice.index, (token.token,), shown.text, lp))

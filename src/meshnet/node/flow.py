@@ -17,7 +17,7 @@ from meshnet.node.executor import Executor, Outcome, Work
 from meshnet.node.health import WorkerState
 from meshnet.node.links import PeerLost
 from meshnet.node.ring import Kept, SentRing
-from meshnet.node.sessions import Outlet, Session, check_step, read_hidden, write_hidden
+from meshnet.node.sessions import Outlet, Session, check_step, read_hidden, weight_to_wire, write_hidden
 from meshnet.protocol import dataplane_pb2 as pb
 
 CHUNK_ROWS = 256
@@ -135,7 +135,8 @@ class Flow:
     # ---------------------------------------------------------------- out
 
     def _deliver(self, outcomes: list[Outcome]) -> None:
-        self._state.note_batch(outcomes)
+        """What others wait for leaves first; figures are taken down while they compute."""
+        ran: list[tuple[Outcome, Session]] = []
         for outcome in outcomes:
             passing: _Passing = outcome.work.context
             session = passing.session
@@ -144,7 +145,6 @@ class Flow:
             if outcome.result is None:
                 self._fail(session, outcome.code, outcome.error)
                 continue
-            self._state.note_step(outcome, session)
             session.computed = outcome.work.position + outcome.work.rows
             times = [*passing.upstream, *self._times(outcome, session, passing.sample)]
             if outcome.result.hidden is not None:
@@ -152,6 +152,11 @@ class Flow:
             else:
                 self._sampled(session, passing, outcome.result.sampled, times)
             session.wake()
+            ran.append((outcome, session))
+        self.executor.flush()
+        self._state.note_batch(outcomes)
+        for outcome, session in ran:
+            self._state.note_step(outcome, session)
 
     def _times(self, outcome: Outcome, session: Session, sample: int) -> list[pb.StageTime]:
         """This stage's line for the step; of steps without a sample, no result tells, so they add up."""
@@ -255,6 +260,7 @@ class Flow:
                 logprob=token.logprob or 0.0,
                 top=[pb.Alternative(token=t, logprob=p) for t, p in token.top],
                 end=token.end,
+                weight=weight_to_wire(token.weight),
             )
             for token in sampled
         ]

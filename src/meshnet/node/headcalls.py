@@ -116,6 +116,13 @@ class HeadCalls:
                 code="context_length_exceeded",
                 param="messages" if request.kind == "chat" else "prompt",
             )
+        if request.check and request.check_choice >= prompt.choices:
+            raise ApiError(
+                400,
+                f"check_choice is {request.check_choice}; the call has {prompt.choices} choices",
+                code="invalid_value",
+                param="check_choice",
+            )
         call_id = f"{request.call_id}.{next(self._parts)}" if part else request.call_id
         await self._end_older(call_id, request.epoch)
         if len(self._calls) >= MAX_CALLS:

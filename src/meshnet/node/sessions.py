@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from meshnet.engine.base import Engine, EngineInfo, Hidden, SamplingParams, SelfTest
+from meshnet.engine.base import Engine, EngineInfo, Hidden, SamplingParams, SelfTest, Weight
 from meshnet.node.batching import MAX_DECODE_ROWS, Lane
 from meshnet.node.links import Link
 from meshnet.protocol import dataplane_pb2 as pb
@@ -341,7 +341,14 @@ def sampling_to_wire(params: SamplingParams) -> pb.Sampling:
         grammar=params.grammar,
         logprobs=params.logprobs,
         prompt_tokens=params.prompt_tokens,
+        check=params.check,
     )
+
+
+def weight_to_wire(weight: Weight | None) -> pb.Weight | None:
+    if weight is None:
+        return None
+    return pb.Weight(logit=weight.logit, max_logit=weight.max_logit, kept=weight.kept)
 
 
 def sampling_from_wire(message: pb.Sampling) -> SamplingParams:
@@ -360,4 +367,5 @@ def sampling_from_wire(message: pb.Sampling) -> SamplingParams:
         grammar=message.grammar,
         logprobs=message.logprobs,
         prompt_tokens=message.prompt_tokens,
+        check=tuple(message.check),
     )

@@ -48,8 +48,8 @@ class GenerateCall(msgspec.Struct, frozen=True):
     """On a resume what the first head said in `Opened.spans`: how the prompt was batched then."""
     check: tuple[int, ...] = ()
     """Tokens of a finished answer (its end-of-sequence token included) to be weighed instead of generating:
-    after the prompt the head runs them in verifying steps of choice `check_choice`, answers with `Weighed`
-    events, in order and without gaps, and then `Done`. `n` and `max_tokens` do not count then."""
+    after the prompt they stand as the tokens of choice `check_choice`, whatever the tail draws, step by step
+    as they did at first. The head answers with `Weighed` events, in order and without gaps, then `Done`."""
     check_choice: int = 0
 
 
@@ -142,14 +142,12 @@ class Rerouted(Event, frozen=True, tag="rerouted"):
 
 
 class WeighedToken(msgspec.Struct, frozen=True, array_like=True):
-    """One token of `GenerateCall.check` as this route sees it; logprobs are of the raw distribution.
-
-    A token that is not among the most likely ones which the tail reports gets `logprob` -inf (as -1e30).
-    """
+    """One token of `GenerateCall.check` as this route's sampler sees it: with bias, penalties and grammar."""
 
     token: int
-    logprob: float
-    max_logprob: float
+    logit: float
+    """-1e30 where the grammar does not allow it."""
+    max_logit: float
     drawn: int
     """The token that this route draws itself at the position."""
     kept: bool

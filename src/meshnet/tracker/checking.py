@@ -273,6 +273,9 @@ class Checker:
                         elif isinstance(event, LostNode | CallError):
                             raise HeadError(0, event.code, event.message)
                         elif isinstance(event, Done):
+                            if len(rows) != len(evidence.tokens):
+                                # It says nothing of the answer: no verdict may come of it.
+                                raise HeadError(0, "not_weighed", "the checking node weighed no tokens")
                             return rows
             finally:
                 stream.close()
@@ -280,7 +283,7 @@ class Checker:
     async def _verdict(self, evidence: Evidence, chosen: Chosen, rows: list[WeighedToken]) -> Verdict:
         classes = {chosen.view.numerics[stage.node_id] for stage in chosen.stages} | evidence.numerics
         return compare(
-            [TokenCheck(row.token, row.logprob, row.max_logprob, row.drawn, row.kept) for row in rows],
+            [TokenCheck(row.token, row.logit, row.max_logit, row.drawn, row.kept) for row in rows],
             produced=len(evidence.tokens),
             greedy=evidence.order.request.get("temperature", 1.0) == 0,
             same_class=len(classes) == 1,
