@@ -44,6 +44,8 @@ export interface Call {
   ttft_ms?: number | null;
   queue_position?: number | null;
   accepted_ms: number;
+  /** The other tracker of the mesh that runs it, by address. */
+  tracker?: string | null;
   ended_ms?: number | null;
   elapsed_ms?: number;
   finish_reason?: string | null;
