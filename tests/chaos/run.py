@@ -52,15 +52,15 @@ def run(
         before = sizes(quad)
         streams.start()
         storm = Storm(quad, seed, say)
-        if not calm:
-            storm.start()
-        begun = time.monotonic()
-        end = begun + seconds
-        while (left := end - time.monotonic()) > 0:
-            time.sleep(min(left, report_s))
-            say(_report(quad, streams, time.monotonic() - begun))
-        if not calm:
-            storm.stop()
+        begun = reported = time.monotonic()
+        while (now := time.monotonic()) < begun + seconds:
+            if not calm:
+                storm.tick()
+            if now >= reported + report_s:
+                reported = now
+                say(_report(quad, streams, now - begun))
+            time.sleep(0.05)
+        quad.mend()
         streams.stop()
         quad.settled(BACK_S)
         outcomes = Counter(_outcome(asked) for asked in streams.asked)
