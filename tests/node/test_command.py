@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx2 as httpx
@@ -241,7 +242,12 @@ def test_a_client_with_a_ticket_uses_the_node_directly(running: Mesh) -> None:
         bearer = {"Authorization": f"Bearer {ticket}"}
         streamed = client.post("/v1/chat/completions", json={**body, "stream": True}, headers=bearer)
         assert streamed.text.endswith("data: [DONE]\n\n")
+        assert streamed.headers["content-type"].startswith("text/event-stream")
+        assert streamed.headers["cache-control"] == "no-store"
+        assert streamed.headers["x-accel-buffering"] == "no"
+        assert streamed.headers["x-request-id"]
         assert client.get("/v1/models", headers=bearer).json()["data"][0]["id"] == name
+        assert client.get(f"/v1/models/{name}", headers=bearer).json()["id"] == name
         plain = client.post(
             "/v1/completions",
             json={"model": name, "prompt": "One, two,", "max_tokens": 4, "temperature": 0},
@@ -250,6 +256,31 @@ def test_a_client_with_a_ticket_uses_the_node_directly(running: Mesh) -> None:
         assert plain.status_code == 200
         wrong = client.post("/v1/completions", json={"model": "other", "prompt": "x"}, headers=bearer)
         assert wrong.status_code == 404
+        for refused, status, param in (
+            (client.get("/v1/models/other", headers=bearer), 404, "model"),
+            (client.get("/v1/chat/completions", headers=bearer), 405, None),
+            (client.get("/v1/other", headers=bearer), 404, None),
+            (client.post("/v1/chat/completions", json={**body, "n": 0}, headers=bearer), 400, "n"),
+        ):
+            assert refused.status_code == status
+            assert refused.json()["error"]["param"] == param
+
+
+def test_a_node_without_room_says_so_by_a_status(running: Mesh) -> None:
+    """Streamed as well, for nothing was sent yet."""
+    url, ticket = ticketed(running)
+    with running.client() as client:
+        name = client.get("/v1/models").json()["data"][0]["id"]
+    asked = {"model": name, "prompt": "Once", "max_tokens": 450, "stream": True, "logit_bias": {"2": -100}}
+    headers = {"X-Meshnet-Route": ticket}
+    with httpx.Client(base_url=url, timeout=60, headers=headers) as client, ExitStack() as open_streams:
+        for _ in range(3):  # as many as it has slots
+            stream = open_streams.enter_context(client.stream("POST", "/v1/completions", json=asked))
+            assert stream.status_code == 200
+        answer = client.post("/v1/completions", json=asked)
+        assert answer.status_code == 502
+        assert answer.headers["content-type"] == "application/json"
+        assert "slots" in answer.json()["error"]["message"]
 
 
 def test_a_node_loads_the_cuts_that_the_mesh_uses(running: Mesh) -> None:

@@ -110,9 +110,10 @@ class HeadModel:
         """The tail would refuse such a bias too, but there it would look like the node's fault."""
         for token, _ in body.logit_bias:
             if token >= self.tokenizer.n_vocab:
+                had = self.tokenizer.n_vocab
                 raise ApiError(
                     400,
-                    f"Invalid 'logit_bias': token {token} is not one of the model's {self.tokenizer.n_vocab}.",
+                    f"Invalid 'logit_bias': token {token} is not one of the model's {had}.",
                     param=f"logit_bias.{token}",
                 )
 

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -36,10 +37,13 @@ from meshnet.protocol.openai import (
 )
 
 MAX_BODY_BYTES = 16 << 20
+MAX_REQUEST_ID = 128
 DEFAULT_MAX_TOKENS = 1024
 QUIET_S = 2.0
-"""A stream on which nothing happened for so long says that it is alive: whoever reads it need not guess whether
-the node is dead or has much to do."""
+"""A stream on which nothing happened for so long says that it is alive: whoever reads it need not guess
+whether the node is dead or has much to do."""
+
+STOPPED = calls.CallError(503, "shutdown", "the node has ended the call")
 
 _decode_call = msgspec.json.Decoder(calls.GenerateCall).decode
 _decode_reroute = msgspec.json.Decoder(calls.Reroute).decode
@@ -79,20 +83,50 @@ class EventResponse(Response):
             await asyncio.shield(self._heads.cancel(self._call))
 
     async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        while True:
-            try:
-                async with asyncio.timeout(QUIET_S):
-                    events = await self._call.events.take()
-            except TimeoutError:
-                await send({"type": "http.response.body", "body": self._alive, "more_body": True})
-                continue
-            if not events:
-                break
-            body = b"".join(self._render(event) for event in events)
+        await self._open(send)
+        while (events := await self._take()) != []:
+            body = self._alive if events is None else b"".join(map(self._render, events))
             if body:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _open(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+
+    async def _take(self) -> list[calls.AnyEvent] | None:
+        """What has happened, nothing at the end; None after QUIET_S without anything."""
+        try:
+            async with asyncio.timeout(QUIET_S):
+                return await self._call.events.take()
+        except TimeoutError:
+            return None
+
+
+class ClientStream(EventResponse):
+    """The same for a client of its own: an error before the first byte is a status, a lost route is final."""
+
+    async def _send(self, send: Send) -> None:
+        opened = final = False
+        while not final:
+            events = await self._take()
+            body = self._alive
+            if events is not None:
+                said = [_lost_is_final(event) for event in events] or [STOPPED]
+                final = isinstance(said[-1], calls.Done | calls.CallError)
+                if not opened and isinstance(said[-1], calls.CallError):
+                    error = said[-1]
+                    self.status_code, self.body = error.status, _as_api_error(error).body()
+                    self.headers["content-type"] = "application/json"
+                    self.headers["content-length"] = str(len(self.body))
+                    await self._open(send)
+                    await send({"type": "http.response.body", "body": self.body})
+                    return
+                body = b"".join(map(self._render, said))
+            if body and not opened:
+                opened = True
+                await self._open(send)
+            if body:
+                await send({"type": "http.response.body", "body": body, "more_body": not final})
 
 
 async def _until_gone(receive: Receive) -> None:
@@ -118,6 +152,7 @@ class NodeHttp:
         self._metrics = metrics
         self._model_of = model_of
         self._ready = ready
+        self._since = int(time.time())
 
     def app(self) -> Starlette:
         routes = [
@@ -127,10 +162,11 @@ class NodeHttp:
             Route("/internal/calls/{call_id}/reroute", _guarded(self._reroute), methods=["POST"]),
             Route("/internal/tokenize", _guarded(self._tokenize), methods=["POST"]),
             Route("/v1/models", _guarded(self._models)),
+            Route("/v1/models/{model}", _guarded(self._one_model)),
             Route("/v1/chat/completions", _guarded(self._chat), methods=["POST"]),
             Route("/v1/completions", _guarded(self._complete), methods=["POST"]),
         ]
-        return Starlette(routes=routes)
+        return Starlette(routes=routes, exception_handlers={HTTPException: _not_here})
 
     # ---------------------------------------------------------------- open
 
@@ -167,12 +203,23 @@ class NodeHttp:
 
     async def _models(self, request: Request) -> Response:
         self._heads.admit(_ticket(request))
-        listed = [
-            {"id": shard.model, "object": "model", "created": 0, "owned_by": self._node_id}
-            for shard in self._stages.shards
-            if shard.info.is_head
+        return Response(_encode({"object": "list", "data": self._listed()}), media_type="application/json")
+
+    async def _one_model(self, request: Request) -> Response:
+        self._heads.admit(_ticket(request))
+        wanted = request.path_params["model"]
+        for model in self._listed():
+            if model["id"] == wanted.lower():
+                return Response(_encode(model), media_type="application/json")
+        raise ApiError(404, f"This node has no model '{wanted}'.", code="model_not_found", param="model")
+
+    def _listed(self) -> list[dict[str, Any]]:
+        """The models that this node can begin, as OpenAI lists them; `created` is when it started."""
+        names = dict.fromkeys(shard.model for shard in self._stages.shards if shard.info.is_head)
+        return [
+            {"id": name, "object": "model", "created": self._since, "owned_by": self._node_id}
+            for name in names
         ]
-        return Response(_encode({"object": "list", "data": listed}), media_type="application/json")
 
     async def _chat(self, request: Request) -> Response:
         return await self._answer(request, "chat", parse_chat)
@@ -209,15 +256,15 @@ class NodeHttp:
             prefix_key=ticket.call_id,
         )
         call = await self._heads.start(asked, part=True)
-        envelope = Envelope(call.call_id, int(time.time()), shard.model, f"fp_{ticket.fingerprint[:16]}")
-        headers = {"x-meshnet-call": call.call_id}
+        envelope = Envelope(call.call_id, int(time.time()), shard.model, f"fp_{ticket.fingerprint[:12]}")
+        headers = {"x-meshnet-call": call.call_id, "x-request-id": _request_id(request)}
         if body.stream:
             renderer = ChunkRenderer(body, envelope, model.tool_format)
 
-            def render(event: calls.AnyEvent) -> bytes:
-                return renderer.feed(_lost_is_final(event))
-
-            return EventResponse(self._heads, call, render, "text/event-stream", headers, alive=b": alive\n\n")
+            headers["x-accel-buffering"] = "no"
+            return ClientStream(
+                self._heads, call, renderer.feed, "text/event-stream", headers, alive=b": alive\n\n"
+            )
         assembler = AnswerAssembler(body, envelope, model.tool_format)
         listening = asyncio.create_task(_until_gone(request.receive))
         assembling = asyncio.create_task(_assemble(call, assembler))
@@ -229,7 +276,7 @@ class NodeHttp:
             await asyncio.shield(self._heads.cancel(call))
         error = assembler.error
         if error is not None:
-            raise ApiError(error.status, error.message, type=error.type, code=error.code, param=error.param)
+            raise _as_api_error(error)
         if not assembler.done:
             raise ApiError(499, "the client went away", code="client_gone")
         return Response(assembler.body(), headers=headers, media_type="application/json")
@@ -248,6 +295,28 @@ def _lost_is_final(event: calls.AnyEvent) -> calls.AnyEvent:
     if isinstance(event, calls.LostNode):
         return calls.CallError(502, "route_lost", f"node {event.node_id} was lost: {event.message}")
     return event
+
+
+def _as_api_error(error: calls.CallError) -> ApiError:
+    return ApiError(error.status, error.message, type=error.type, code=error.code, param=error.param)
+
+
+def _request_id(request: Request) -> str:
+    """The client's, where it is usable, else a new one."""
+    given = request.headers.get("x-request-id", "")
+    usable = 0 < len(given) <= MAX_REQUEST_ID and given.isascii() and given.isprintable()
+    return given if usable else f"req-{secrets.token_hex(12)}"
+
+
+async def _not_here(request: Request, error: Exception) -> Response:
+    """What Starlette refuses, in the shape of all other errors."""
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    if error.status_code == 405:
+        told = ApiError(405, f"{path} does not take {request.method}", code="method_not_allowed")
+    else:
+        told = ApiError(error.status_code, f"there is nothing at {path}", code="not_found")
+    return Response(told.body(), told.status, error.headers, "application/json")
 
 
 def _guarded(
