@@ -30,6 +30,13 @@ def quad(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Quad]:
         yield running
 
 
+@pytest.fixture(autouse=True)
+def mended(quad: Quad) -> Iterator[None]:
+    """Whatever a test did, the next one finds all nodes ready."""
+    yield
+    quad.mend()
+
+
 @pytest.fixture(scope="module")
 def story(quad: Quad) -> str:
     """The undisturbed answer, long enough to do something meanwhile."""
@@ -67,7 +74,7 @@ def test_sigterm_lets_a_nodes_calls_finish_and_takes_no_new_ones(quad: Quad, sto
     assert heard.text == story
     assert quad.call(heard.call_id)["reroutes"] == 0
     assert others[0].result().nodes == ["a", "b2"]
-    assert quad.mesh.nodes["b1"].stop() == 0
+    assert quad.mesh.nodes["b1"].popen.wait(30.0) == 0
     quad.mend()
     quad.settled()
 
@@ -83,7 +90,7 @@ def test_a_second_sigterm_moves_the_calls_that_are_left(quad: Quad, story: str) 
     assert heard.error is None, heard
     assert heard.text == story
     assert quad.call(heard.call_id)["reroutes"] == 1
-    assert quad.mesh.nodes["b1"].stop() == 0
+    assert quad.mesh.nodes["b1"].popen.wait(30.0) == 0
     quad.mend()
     quad.settled()
 

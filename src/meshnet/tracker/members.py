@@ -173,8 +173,8 @@ class Node:
     def status(self, now: float) -> NodeStatus:
         if not self.connected:
             return "lost"
-        if self.draining:
-            return "draining"
+        if self.draining or (self.shards and all(shard.state == "draining" for shard in self.shards)):
+            return "draining"  # asked by the tracker, or told by a node that was told to stop
         if self.wedged or self.set_aside(now):
             return "suspect"
         if not self.shards:
