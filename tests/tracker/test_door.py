@@ -432,6 +432,11 @@ async def test_slow_headers_and_slow_bodies_are_cut_off(start: Start) -> None:
     writer.write(b"GET / HTTP/1.1\r\nx: " + b"y" * 100_000)
     assert b"431" in await asyncio.wait_for(reader.readline(), 5)
     writer.close()
+    for size, status in ((60_000, b"200"), (70_000, b"431")):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\nx: " + b"y" * size + b"\r\n\r\n")
+        assert status in await asyncio.wait_for(reader.readline(), 5)
+        writer.close()
 
 
 async def test_a_connection_is_kept_between_requests(tracker: Running) -> None:

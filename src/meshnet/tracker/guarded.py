@@ -47,14 +47,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._in_headers:
             self._header_bytes += len(data)
         super().data_received(data)
-        if (
-            self._in_headers
-            and self._header_bytes > self.max_header_bytes
-            and not self.transport.is_closing()
-        ):
-            self._refuse(
-                431, f"the request's headers exceed {self.max_header_bytes} bytes", "headers_too_large"
-            )
+        if self._in_headers and self._header_bytes > self.max_header_bytes:
+            self._too_large()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -63,6 +57,10 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._headers_done()
+        # What arrives in one piece is complete before it was counted, and a body may come along with it.
+        if sum(len(name) + len(value) for name, value in self.headers) > self.max_header_bytes:
+            self._too_large()
+            return
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -90,6 +88,12 @@ class GuardedProtocol(HttpToolsProtocol):
                 self._refuse(408, "the request's headers did not arrive in time", "slow_request")
             else:
                 self.transport.close()
+
+    def _too_large(self) -> None:
+        if not self.transport.is_closing():
+            self._refuse(
+                431, f"the request's headers exceed {self.max_header_bytes} bytes", "headers_too_large"
+            )
 
     def _refuse(self, status: int, message: str, code: str) -> None:
         self._headers_done()
