@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx2 as httpx
@@ -85,33 +86,43 @@ def _outcome(asked: Asked) -> str:
     return "complete" if asked.heard.error is None else str(asked.heard.error["code"])
 
 
-def sizes(quad: Quad) -> dict[str, tuple[int, int, float]]:
-    """Per process: its pid, its resident bytes, and the tasks of its event loop."""
-    assert quad.mesh.tracker is not None
-    pid = quad.mesh.tracker.pid
-    found = {"tracker": (pid, _resident(pid), figure(quad.tracker_metrics(), "meshnet_tasks"))}
-    for name in quad.layers:
-        pid = quad.mesh.nodes[name].pid
-        text = httpx.get(f"{quad.own_url(name)}/metrics", timeout=30.0).text
-        found[name] = (pid, _resident(pid), figure(text, "meshnet_node_tasks"))
-    return found
+@dataclass(frozen=True)
+class Size:
+    """A process: its resident bytes, the tasks of its event loop, and what it has open."""
+
+    pid: int
+    resident: int
+    tasks: float
+    open: float
 
 
-def _resident(pid: int) -> int:
-    return int(psutil.Process(pid).memory_info().rss)
+def size(quad: Quad, name: str, timeout: float = 30.0) -> Size:
+    """Of a node, or of the `tracker`. Raises httpx.HTTPError when it does not answer in time."""
+    if name == "tracker":
+        assert quad.mesh.tracker is not None
+        pid, text = quad.mesh.tracker.pid, quad.tracker_metrics()
+        tasks, open_ = figure(text, "meshnet_tasks"), figure(text, "meshnet_calls_in_flight")
+    else:
+        pid, text = quad.mesh.nodes[name].pid, quad.node_metrics(name, timeout)
+        tasks, open_ = figure(text, "meshnet_node_tasks"), figure(text, "meshnet_node_sessions")
+    return Size(pid, int(psutil.Process(pid).memory_info().rss), tasks, open_)
 
 
-def _grown(quad: Quad, before: dict[str, tuple[int, int, float]]) -> list[str]:
+def sizes(quad: Quad) -> dict[str, Size]:
+    return {name: size(quad, name) for name in ("tracker", *quad.layers)}
+
+
+def _grown(quad: Quad, before: dict[str, Size]) -> list[str]:
     """Memory and tasks come back to where they were. A node that was started anew has its own beginning."""
     deadline = time.monotonic() + BACK_S
     while True:
         problems: list[str] = []
-        for name, (pid, resident, tasks) in sizes(quad).items():
-            old_pid, old_resident, old_tasks = before[name]
-            if tasks > old_tasks + MORE_TASKS:
-                problems.append(f"{name} has {tasks:.0f} tasks, before {old_tasks:.0f}")
-            if pid == old_pid and resident > old_resident + MORE_BYTES:
-                problems.append(f"{name} has {resident >> 20} MiB, before {old_resident >> 20}")
+        for name, now in sizes(quad).items():
+            old = before[name]
+            if now.tasks > old.tasks + MORE_TASKS:
+                problems.append(f"{name} has {now.tasks:.0f} tasks, before {old.tasks:.0f}")
+            if now.pid == old.pid and now.resident > old.resident + MORE_BYTES:
+                problems.append(f"{name} has {now.resident >> 20} MiB, before {old.resident >> 20}")
         if not problems or time.monotonic() > deadline:
             return problems
         time.sleep(1.0)
@@ -119,11 +130,11 @@ def _grown(quad: Quad, before: dict[str, tuple[int, int, float]]) -> list[str]:
 
 def _report(quad: Quad, streams: Streams, at: float) -> str:
     parts = [f"{at:6.0f} s", f"{len(streams.asked)} calls"]
-    try:
-        for name, (_, resident, tasks) in sizes(quad).items():
-            parts.append(f"{name} {resident >> 20} MiB {tasks:.0f} tasks")
-        held = quad.held()
-        parts.append(f"open sessions {sum(v for k, v in held.items() if k.endswith(' sessions')):.0f}")
-    except (httpx.HTTPError, psutil.NoSuchProcess) as error:
-        parts.append(f"a node is out ({type(error).__name__})")
-    return ", ".join(parts)
+    for name in ("tracker", *quad.layers):
+        try:
+            now = size(quad, name, timeout=1.0)
+        except (httpx.HTTPError, psutil.NoSuchProcess):
+            parts.append(f"{name} is out")
+        else:
+            parts.append(f"{name} {now.resident >> 20} MiB {now.tasks:.0f} tasks {now.open:.0f} open")
+    return "; ".join(parts)

@@ -101,7 +101,7 @@ class Quad:
         open_: dict[str, float] = {}
         for name in self.layers:
             if self.mesh.nodes[name].popen.poll() is None and name not in self._stopped:
-                text = httpx.get(f"{self.own_url(name)}/metrics", timeout=30.0).text
+                text = self.node_metrics(name)
                 for gauge in ("sessions", "calls", "waiting_steps", 'slots{state="busy"}', "kept_bytes"):
                     open_[f"{name} {gauge}"] = figure(text, f"meshnet_node_{gauge}")
         text = self.tracker_metrics()
@@ -115,9 +115,9 @@ class Quad:
                 open_[f"{found[1]} reserved"] = total - float(found[2])
         return {what: value for what, value in open_.items() if value}
 
-    def own_url(self, name: str) -> str:
-        """Where a node itself listens for HTTP, past its proxy."""
-        return f"http://127.0.0.1:{self._ports[name][0]}"
+    def node_metrics(self, name: str, timeout: float = 30.0) -> str:
+        """What a node says of itself, past its proxy."""
+        return httpx.get(f"http://127.0.0.1:{self._ports[name][0]}/metrics", timeout=timeout).text
 
     def tracker_metrics(self) -> str:
         with self.mesh.client(admin=True) as client:

@@ -1,0 +1,68 @@
+"""What a user sees of a node's death: the longest pause between two pieces of text, for kills and wedges."""
+
+from __future__ import annotations
+
+import math
+import sys
+import tempfile
+from pathlib import Path
+
+from figures import ROOT, Table, parser
+
+sys.path.insert(0, str(ROOT / "tests"))
+from support.gates import gates
+from support.mesh import run_mesh
+from support.quad import Quad, ask
+
+LAYERS = {"a1": "0-14", "a2": "0-14", "b1": "15-29", "b2": "15-29"}
+WORDS = "The keeper of the lighthouse counted the ships that passed by. "
+CONTEXTS = (64, 256, 460)
+"""Prompt tokens, about; with the answer at most 512."""
+TOKENS = 40
+HOWS = ("nothing", "kill", "stop", "swallow")
+
+
+def gap_ms(quad: Quad, victim: str, how: str, number: int, context: int) -> float:
+    """The longest pause of one streamed answer during which `how` happens to a node of its route."""
+
+    def strike(piece: int) -> None:
+        if piece == 12 and how != "nothing":
+            quad.break_(victim, how)
+
+    prompt = f"Number {number} of {how} at {victim}. " + WORDS * (context // 13)
+    heard = ask(quad.mesh, prompt, max_tokens=TOKENS, nodes=("a1", "b1"), on_piece=strike)
+    if heard.error is not None:
+        raise RuntimeError(f"a call was lost: {heard.error}")
+    quad.mend()
+    return heard.longest_gap * 1000
+
+
+def quantile(values: list[float], part: float) -> float:
+    """By rank: of few values the upper ones count."""
+    return sorted(values)[max(0, math.ceil(part * len(values)) - 1)]
+
+
+def main() -> None:
+    options = parser(__doc__)
+    given = options.parse_args()
+    table = Table("The gap that a user sees", ["what happens", "to the", "n", "p50 ms", "p95 ms"])
+    with tempfile.TemporaryDirectory() as folder, run_mesh(Path(folder)) as mesh, gates() as links:
+        quad = Quad(mesh, links, LAYERS, ("--slots", "4", "--ctx", "640"))
+        quad.start()
+        gaps: dict[tuple[str, str], list[float]] = {}
+        for number in range(given.repeats):
+            for context in CONTEXTS:
+                for victim in ("b1", "a1"):
+                    for how in HOWS:
+                        gap = gap_ms(quad, victim, how, number, context)
+                        gaps.setdefault((how, victim), []).append(gap)
+                        sys.stderr.write(f"{how} {victim} context {context}: {gap:.0f} ms\n")
+    for (how, victim), values in gaps.items():
+        where = "head" if victim == "a1" else "tail"
+        table.add(how, where, len(values), *(f"{quantile(values, part):.0f}" for part in (0.5, 0.95)))
+    table.notes.append(f"contexts of about {CONTEXTS} prompt tokens, {TOKENS} tokens of answer, in turns")
+    table.publish("failover", keep=given.keep)
+
+
+if __name__ == "__main__":
+    main()
