@@ -19,7 +19,7 @@ from meshnet.node.logs import set_up_logs
 from meshnet.node.ring import DEFAULT_BYTES
 from meshnet.protocol.invitation import InvitationError, parse_link
 
-SWITCH_S = 0.0005
+SWITCH_S = 0.0001
 MOST = 65_535
 """No machine has more CPUs, no model more layers."""
 

@@ -26,6 +26,9 @@ from meshnet.models.gguf import ModelFile
 PARTIAL_STATE = 1
 """LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: the recurrent part of a sequence's state."""
 
+MAX_VIEWS = 1024
+"""Rows of logits whose views are kept; llama.cpp gives them at the same few addresses."""
+
 _BUFFER_LINE = re.compile(r"(\S+)\s+(model|KV|RS|compute|output)\s+buffer size\s*=\s*([\d.]+) MiB")
 
 
@@ -93,6 +96,7 @@ class Segment:
         self.n_vocab: int = self._api.llama_vocab_n_tokens(self.vocabulary)
         self._cpu_backend = self._find_plain_attention()
         self._plain = False
+        self._views: dict[int, npt.NDArray[np.float32]] = {}
         self._prepare_batch()
 
     def _note_buffer(self, line: str) -> None:
@@ -262,8 +266,14 @@ class Segment:
         address = self._api.llama_get_logits_ith(self._context, row)
         if not address:
             raise EngineError(f"llama.cpp has no logits for row {row}: {last_messages()}")
-        pointer = c.cast(address, c.POINTER(c.c_float))
-        return np.ctypeslib.as_array(pointer, (self.n_vocab,))
+        view = self._views.get(address)
+        if view is None:
+            # Making a view takes longer than finding the largest logit in it.
+            if len(self._views) >= MAX_VIEWS:
+                self._views.clear()
+            memory = (c.c_float * self.n_vocab).from_address(address)
+            view = self._views[address] = np.ctypeslib.as_array(memory)
+        return view
 
     def truncate(self, slot: int, position: int) -> bool:
         """Forget positions from `position` on; False where the memory cannot (a recurrent state)."""
