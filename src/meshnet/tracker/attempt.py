@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from meshnet.protocol.calls import AnyEvent, GenerateCall, Reroute
 from meshnet.tracker.heads import HeadError, Heads, HeadStream
+from meshnet.tracker.wireclient import Exchange, TimeUp
 
 
 class Silent(Exception):
@@ -23,32 +24,51 @@ class Disturbed(Exception):
 
 @dataclass(slots=True)
 class Attempt:
-    """The way to one head. Only one of its methods waits at a time; `disturb` ends that wait."""
+    """The way to one head. Only one of its methods waits at a time."""
 
     heads: Heads
     http_url: str
     stream: HeadStream | None = None
-    _scope: asyncio.Timeout | None = None
+    _asking: Exchange | None = None
     _disturbed: bool = False
     _heard_at: float = 0.0
 
     def disturb(self) -> None:
-        """Makes the method that waits now raise Disturbed, or the next one that will."""
-        self._disturbed = True
-        if self._scope is not None and not self._scope.expired():
-            self._scope.reschedule(asyncio.get_running_loop().time())
+        """Makes the method that waits now raise Disturbed, or else the next `read`."""
+        if self._asking is not None:
+            self._asking.interrupt(Disturbed())
+        elif self.stream is not None:
+            self.stream.interrupt(Disturbed())
+        else:
+            self._disturbed = True
 
     async def open(self, request: GenerateCall, patience_s: float) -> None:
         """Raises HeadError, Silent and Disturbed."""
-        async with self._waiting(patience_s):
-            self.stream = await self.heads.open(self.http_url, request)
+        deadline = asyncio.get_running_loop().time() + patience_s
+        try:
+            self.stream = await self.heads.open(self.http_url, request, deadline, self._ask)
+        except TimeUp:
+            raise Silent(patience_s) from None
+        finally:
+            self._asking = None
         self.heard()
 
     async def reroute(self, call_id: str, request: Reroute, patience_s: float) -> None:
         """Raises HeadError, Silent and Disturbed."""
-        async with self._waiting(patience_s):
-            await self.heads.reroute(self.http_url, call_id, request)
+        deadline = asyncio.get_running_loop().time() + patience_s
+        try:
+            await self.heads.reroute(self.http_url, call_id, request, deadline, self._ask)
+        except TimeUp:
+            raise Silent(patience_s) from None
+        finally:
+            self._asking = None
         self.heard()
+
+    def _ask(self, exchange: Exchange) -> None:
+        self._asking = exchange
+        if self._disturbed:
+            self._disturbed = False
+            exchange.interrupt(Disturbed())
 
     def heard(self) -> None:
         """The head has spoken, or whatever held us up is no fault of its."""
@@ -60,12 +80,12 @@ class Attempt:
         Raises HeadError, Silent and Disturbed.
         """
         assert self.stream is not None
-        left = patience_s - (asyncio.get_running_loop().time() - self._heard_at)
+        now = asyncio.get_running_loop().time()
+        patient_until, until = self._heard_at + patience_s, now + at_most_s
         try:
-            async with self._waiting(min(left, at_most_s)):
-                events = await self.stream.read()
-        except Silent:
-            if left > at_most_s:
+            events = await self.stream.read(min(patient_until, until))
+        except TimeUp:
+            if until < patient_until:
                 return None
             raise Silent(patience_s) from None
         if events is None:
@@ -83,31 +103,3 @@ class Attempt:
         if self.stream is not None:
             self.stream.close()
             self.stream = None
-
-    def _waiting(self, seconds: float) -> _Waiting:
-        return _Waiting(self, seconds)
-
-
-class _Waiting:
-    """A timeout that can also be cut short by `disturb`."""
-
-    __slots__ = ("_attempt", "_scope", "_seconds")
-
-    def __init__(self, attempt: Attempt, seconds: float) -> None:
-        self._attempt = attempt
-        self._seconds = seconds
-        self._scope = asyncio.timeout(0.0 if attempt._disturbed else seconds)
-
-    async def __aenter__(self) -> None:
-        await self._scope.__aenter__()
-        self._attempt._scope = self._scope
-
-    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
-        self._attempt._scope = None
-        try:
-            await self._scope.__aexit__(kind, error, trace)  # type: ignore[arg-type]
-        except TimeoutError:
-            if self._attempt._disturbed:
-                self._attempt._disturbed = False
-                raise Disturbed from None
-            raise Silent(self._seconds) from None

@@ -35,6 +35,7 @@ from meshnet.tracker.placement import Placement
 from meshnet.tracker.reservations import Need
 from meshnet.tracker.roster import Roster
 from meshnet.tracker.seat import Order
+from meshnet.tracker.wireclient import TimeUp
 
 MAX_KEPT = 256
 MAX_TOKENS = 1_000_000
@@ -155,7 +156,7 @@ class Checker:
         try:
             await self._advance(call_id, Started())
             rows = await self._weigh(evidence, check_id, chosen)
-        except (HeadError, TimeoutError) as error:
+        except (HeadError, TimeUp) as error:
             await self._interrupted(call_id, str(error) or "it took too long")
             return
         finally:
@@ -237,7 +238,7 @@ class Checker:
     # ------------------------------------------------------------ weighing
 
     async def _weigh(self, evidence: Evidence, check_id: str, chosen: Chosen) -> list[WeighedToken]:
-        """The answer's tokens as another route sees them. Raises HeadError and TimeoutError."""
+        """The answer's tokens as another route sees them. Raises HeadError and TimeUp."""
         order = evidence.order
         node = self._roster.state.nodes.get(chosen.stages[0].node_id)
         if node is None or not node.connected:
@@ -258,27 +259,27 @@ class Checker:
             check_choice=evidence.choice,
         )
         rows: list[WeighedToken] = []
-        async with asyncio.timeout(CHECK_S):
-            stream = await self._heads.open(node.http_url, request)
-            try:
-                while True:
-                    if self._placement.waiting:
-                        raise HeadError(0, "gave_way", "a user's call needed the room")
-                    events = await stream.read()
-                    if events is None:
-                        raise HeadError(0, "ended", "its stream ended")
-                    for event in events:
-                        if isinstance(event, Weighed):
-                            rows.extend(event.rows)
-                        elif isinstance(event, LostNode | CallError):
-                            raise HeadError(0, event.code, event.message)
-                        elif isinstance(event, Done):
-                            if len(rows) != len(evidence.tokens):
-                                # It says nothing of the answer: no verdict may come of it.
-                                raise HeadError(0, "not_weighed", "the checking node weighed no tokens")
-                            return rows
-            finally:
-                stream.close()
+        deadline = asyncio.get_running_loop().time() + CHECK_S
+        stream = await self._heads.open(node.http_url, request, deadline)
+        try:
+            while True:
+                if self._placement.waiting:
+                    raise HeadError(0, "gave_way", "a user's call needed the room")
+                events = await stream.read(deadline)
+                if events is None:
+                    raise HeadError(0, "ended", "its stream ended")
+                for event in events:
+                    if isinstance(event, Weighed):
+                        rows.extend(event.rows)
+                    elif isinstance(event, LostNode | CallError):
+                        raise HeadError(0, event.code, event.message)
+                    elif isinstance(event, Done):
+                        if len(rows) != len(evidence.tokens):
+                            # It says nothing of the answer: no verdict may come of it.
+                            raise HeadError(0, "not_weighed", "the checking node weighed no tokens")
+                        return rows
+        finally:
+            stream.close()
 
     async def _verdict(self, evidence: Evidence, chosen: Chosen, rows: list[WeighedToken]) -> Verdict:
         classes = {chosen.view.numerics[stage.node_id] for stage in chosen.stages} | evidence.numerics

@@ -1,29 +1,22 @@
-"""The way to head nodes: one pooled HTTP client, events read in batches as they arrive."""
+"""The way to head nodes: calls, new routes and token counts over their internal HTTP interface."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
-import aiohttp
 import msgspec
 
-from meshnet.protocol.calls import (
-    EVENTS_MEDIA_TYPE,
-    AnyEvent,
-    GenerateCall,
-    Reroute,
-    TokenCount,
-    decode_event,
-)
+from meshnet.protocol.calls import AnyEvent, GenerateCall, Reroute, TokenCount, decode_event
+from meshnet.tracker.wireclient import Exchange, TimeUp, WireClient, WireError
 
 MAX_LINE_BYTES = 4 << 20
-READ_BUFFER = 64 << 10
-"""Bytes of a stream that are read ahead of a slow reader; beyond them the head is held back by TCP."""
+MAX_ANSWER_BYTES = 1 << 20
+ANSWER_S = 30.0
 
 _encode = msgspec.json.Encoder().encode
 _decode_count = msgspec.json.Decoder(TokenCount).decode
-_HEADERS = {"content-type": "application/json", "accept": EVENTS_MEDIA_TYPE}
 
 
 class HeadError(Exception):
@@ -37,28 +30,30 @@ class HeadError(Exception):
         self.param = param
 
 
-class HeadStream:
-    """The events of one attempt. `read` waits for the next ones; closing it ends the call on every node."""
+Began = Callable[[Exchange], None]
 
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
-        self._response = response
+
+def _nobody(exchange: Exchange) -> None:
+    """Nobody interrupts this one."""
+
+
+class HeadStream:
+    """The events of one attempt. Closing it ends the call on every node."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
         self._rest = b""
 
-    async def read(self) -> list[AnyEvent] | None:
+    async def read(self, deadline: float) -> list[AnyEvent] | None:
         """All events that have arrived, none when the head only says that it is alive; None at the end.
 
-        Raises HeadError when it breaks.
+        Raises HeadError when it breaks, TimeUp, and whatever `interrupt` was given.
         """
-        content = self._response.content
         while True:
             try:
-                data = await content.readany()
-            except aiohttp.ClientPayloadError as error:
-                raise HeadError(0, "unreachable", "its stream broke off") from error
-            except (aiohttp.ClientError, OSError) as error:
-                raise HeadError(
-                    0, "unreachable", f"its stream broke: {error or type(error).__name__}"
-                ) from error
+                data = await self._exchange.read(deadline)
+            except WireError as error:
+                raise HeadError(0, "unreachable", str(error)) from error
             if not data:
                 if self._rest:
                     raise HeadError(0, "unreachable", "its stream ended in the middle of an event")
@@ -77,73 +72,102 @@ class HeadStream:
             except msgspec.DecodeError as error:
                 raise HeadError(0, "bad_event", f"it sent an event that cannot be read: {error}") from error
 
+    def interrupt(self, why: Exception) -> None:
+        """Makes the `read` that waits, or the next one, raise `why`."""
+        self._exchange.interrupt(why)
+
     def close(self) -> None:
         """Ends the attempt: the connection is dropped, which is how a head learns that nobody listens."""
-        self._response.close()
+        self._exchange.close()
 
     def finish(self) -> None:
-        """After the last event: the connection goes back to the pool."""
-        self._response.release()
+        """After the last event: the connection goes back to the pool once its end has come."""
+        self._exchange.finish()
 
 
 class Heads:
-    """Calls to nodes' internal HTTP interface. Open inside a running event loop."""
+    """Calls to nodes. Made inside a running event loop."""
 
     def __init__(self, connect_timeout_s: float) -> None:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0, ttl_dns_cache=10),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
-            auto_decompress=False,
-            read_bufsize=READ_BUFFER,
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
+        self._client = WireClient(connect_timeout_s)
 
     async def close(self) -> None:
-        await self._session.close()
+        await self._client.close()
 
-    async def open(self, http_url: str, call: GenerateCall) -> HeadStream:
-        """Starts an attempt on a head. Raises HeadError."""
-        response = await self._post(f"{http_url}/internal/calls", _encode(call))
-        return HeadStream(response)
+    async def open(
+        self, http_url: str, call: GenerateCall, deadline: float, began: Began = _nobody
+    ) -> HeadStream:
+        """Starts an attempt on a head. Raises HeadError and TimeUp.
 
-    async def reroute(self, http_url: str, call_id: str, reroute: Reroute) -> None:
-        """Gives a running call its new route. Raises HeadError."""
-        response = await self._post(f"{http_url}/internal/calls/{call_id}/reroute", _encode(reroute))
-        await self._read_all(response)
+        `began` is told of the exchange, whose `interrupt` ends the wait for its answer.
+        """
+        return HeadStream(await self._post(http_url, "/internal/calls", _encode(call), deadline, began))
+
+    async def reroute(
+        self, http_url: str, call_id: str, reroute: Reroute, deadline: float, began: Began = _nobody
+    ) -> None:
+        """Gives a running call its new route. Raises HeadError and TimeUp; `began` as above."""
+        path = f"/internal/calls/{call_id}/reroute"
+        await self._answer(await self._post(http_url, path, _encode(reroute), deadline, began))
 
     async def tokenize(self, http_url: str, call: GenerateCall) -> int:
         """The exact number of prompt tokens. Raises HeadError (400 for what the model's template refuses)."""
-        response = await self._post(f"{http_url}/internal/tokenize", _encode(call))
-        body = await self._read_all(response)
+        deadline = asyncio.get_running_loop().time() + ANSWER_S
+        try:
+            exchange = await self._post(http_url, "/internal/tokenize", _encode(call), deadline)
+            body = await self._answer(exchange)
+        except TimeUp:
+            raise HeadError(0, "deadline", f"it counted no tokens within {ANSWER_S:g} s") from None
         try:
             return _decode_count(body).prompt_tokens
         except msgspec.DecodeError as error:
             raise HeadError(0, "bad_event", f"its token count cannot be read: {error}") from error
 
-    async def _post(self, url: str, body: bytes) -> aiohttp.ClientResponse:
+    async def _post(
+        self, http_url: str, path: str, body: bytes, deadline: float, began: Began = _nobody
+    ) -> Exchange:
+        """An exchange whose answer has begun with a good status."""
+        exchange: Exchange | None = None
         try:
-            response = await self._session.post(url, data=body, headers=_HEADERS)
-        except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError) as error:
-            raise HeadError(0, "unreachable", f"{error or type(error).__name__}") from error
-        if response.status >= 300:
-            body = await self._read_all(response)
-            raise _refusal(response.status, body)
-        return response
+            exchange = await self._client.post(http_url, path, body)
+            began(exchange)
+            try:
+                status = await exchange.opened(deadline)
+            except WireError:
+                # A kept connection that the node has closed meanwhile: nothing came, so ask once more.
+                if not (exchange.used and exchange.silent):
+                    raise
+                exchange = await self._client.post(http_url, path, body, fresh=True)
+                began(exchange)
+                status = await exchange.opened(deadline)
+        except WireError as error:
+            raise HeadError(0, "unreachable", str(error)) from error
+        except BaseException:
+            if exchange is not None:
+                exchange.close()
+            raise
+        if status >= 300:
+            raise _refusal(status, await self._answer(exchange))
+        return exchange
 
-    async def _read_all(self, response: aiohttp.ClientResponse) -> bytes:
+    async def _answer(self, exchange: Exchange) -> bytes:
+        deadline = asyncio.get_running_loop().time() + ANSWER_S
         try:
-            return await response.read()
-        except (aiohttp.ClientError, OSError) as error:
-            raise HeadError(0, "unreachable", f"{error or type(error).__name__}") from error
-        finally:
-            response.release()
+            body = await exchange.read_all(MAX_ANSWER_BYTES, deadline)
+        except WireError as error:
+            raise HeadError(0, "unreachable", str(error)) from error
+        except BaseException:
+            exchange.close()
+            raise
+        exchange.finish()
+        return body
 
 
 def _refusal(status: int, body: bytes) -> HeadError:
     """An error answer of a node, in OpenAI's shape where it keeps to it."""
     error: dict[str, Any] = {}
     try:
-        decoded = msgspec.json.decode(body[:65_536])
+        decoded = msgspec.json.decode(body)
     except msgspec.DecodeError:
         decoded = None
     if isinstance(decoded, dict) and isinstance(decoded.get("error"), dict):
