@@ -148,7 +148,7 @@ def test_a_killed_tracker_has_everything_back(quad: Quad, story: str) -> None:
     assert mesh.get(f"/api/calls/{paid.call_id}/ledger") == ledger
     again = ask(mesh, PROMPT, max_tokens=160, key=mesh.info["api_key"])
     assert again.text == story
-    assert all(account["held_micro"] == 0 for account in mesh.get("/api/accounts")["accounts"])
+    wait_for(lambda: not any(account["held"] for account in mesh.get("/api/accounts")["accounts"]))
     quad.settled()
 
 
