@@ -5,6 +5,7 @@ from __future__ import annotations
 import psutil
 
 from meshnet.engine.base import EngineError, MemoryNeed
+from meshnet.engine.segment import MAX_OUTPUTS
 from meshnet.models.architecture import recurrent_layers, refusal
 from meshnet.models.gguf import ModelFile
 
@@ -14,7 +15,7 @@ STATE_BYTES = 4
 """Recurrent states are kept as 32-bit floats."""
 CONTEXT_STEP = 256
 """llama.cpp rounds a slot's context up to a multiple of this."""
-FLOOR = 24 << 20
+FLOOR = 12 << 20
 """Graphs, vocabulary and scratch space of a context, however small the model is."""
 
 
@@ -31,7 +32,7 @@ def memory_need(
     """Bytes for layers `first..last` with `n_slots` slots of `n_ctx` positions.
 
     `weights` and `kv` are exact to a few per cent; `compute` is an upper estimate of llama.cpp's scratch
-    buffers (feed-forward activations, attention scores' workspace and, at the tail, logits, of one call).
+    buffers for one call: feed-forward activations, attention, and logits, for which a head has room too.
     """
     arch = model.arch
 
@@ -62,8 +63,9 @@ def memory_need(
         inner,
         model.n_embd,
     )
-    logits = model.n_vocab if is_tail else 0
-    compute = FLOOR + 4 * max_rows * (4 * wide + 6 * model.n_embd) + 4 * 64 * logits + 2 * max_rows * cells
+    rows_out = MAX_OUTPUTS if is_tail else max_rows if is_head else 0
+    activations = max_rows * (4 * wide + 6 * model.n_embd) + rows_out * model.n_vocab
+    compute = FLOOR + 4 * activations + 2 * max_rows * cells
     return MemoryNeed(weights, kv, compute)
 
 
@@ -71,7 +73,7 @@ def check_memory(need: MemoryNeed, limit: int | None, name: str, first: int, las
     """Raises EngineError, with what is needed and what is there, where a shard does not fit."""
     have = limit if limit is not None else int(psutil.virtual_memory().available)
     if need.total > have:
-        where = "is the limit set" if limit is not None else "is available on this machine"
+        where = "may be used" if limit is not None else "is available on this machine"
         raise EngineError(
             f"layers {first}-{last} of {name} need {_mb(need.total)} (weights {_mb(need.weights)}, context "
             f"{_mb(need.kv)}, compute {_mb(need.compute)}), but {_mb(have)} {where}; take fewer layers, "
