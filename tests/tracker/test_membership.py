@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+from structlog.testing import capture_logs
 from tracker.conftest import Running, Start
 from tracker.wire_node import WireNode
+
+from meshnet.protocol import membership_pb2 as pb
 
 
 async def refused(tracker: Running, node: WireNode) -> str:
@@ -195,6 +199,24 @@ async def test_nodes_of_a_model_are_told_of_each_other(tracker: Running) -> None
         (tail.node_id, tail.grpc_address)
     ]
     assert [p.node_id for p in tail.peers_told[-1].peers] == [head.node_id]
+
+
+async def test_a_fault_of_the_trackers_own_is_not_swallowed(
+    tracker: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(links: object) -> object:
+        raise RuntimeError("broken for this test")
+
+    node = await tracker.node(name="mini")
+    monkeypatch.setattr("meshnet.tracker.membership.read_links", broken)
+    with capture_logs() as logs:
+        node.say(pb.NodeMessage(links=pb.LinkReport()))
+        await asyncio.wait_for(node.ended.wait(), 15)
+    (fault,) = [entry for entry in logs if entry["event"] == "membership stream failed"]
+    assert fault["node_id"] == node.node_id
+    assert fault["exc_info"]
+    lines = [event["line"] for event in (await tracker.get("/api/console"))["events"]]
+    assert "node lost mini: the tracker ran into a fault of its own; its log says more" in lines
 
 
 async def test_unlike_engine_versions_never_share_a_route(tracker: Running) -> None:

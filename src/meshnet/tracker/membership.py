@@ -128,6 +128,10 @@ class Membership(membership_pb2_grpc.MembershipServicer):  # type: ignore[misc]
             line.tell(signals.Refuse(connection, "bad_message", str(error), "upgrade the node"))
         except (grpc.aio.AioRpcError, grpc.aio.InternalError, grpc.aio.UsageError):
             return
+        except Exception:
+            # Nobody awaits this task's result: without a word here the node would be lost for no known reason.
+            visit.reason = "the tracker ran into a fault of its own; its log says more"
+            log.exception("membership stream failed", node_id=visit.node_id)
 
     async def _admit(self, context: Any, visit: _Visit) -> None:
         """Authenticates the first message and hands it to the registry, which may refuse it still."""
