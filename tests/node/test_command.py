@@ -18,6 +18,7 @@ import psutil
 import pytest
 from node.conftest import smollm2_path
 from support.mesh import Mesh, Process, run_mesh
+from support.metrics import documented, shown
 
 NOWHERE = "http://127.0.0.1:9"
 
@@ -181,7 +182,7 @@ def test_the_ready_line_and_the_open_endpoints(running: Mesh) -> None:
         assert told["capacity_score"] > 0
         assert told["latency_ms"] > 0
         metrics = client.get("/metrics").text
-        assert "meshnet_node_step_tokens_total" in metrics
+        assert shown(metrics) == documented(node=True)
         for path in ("/v1/chat/completions", "/v1/completions", "/internal/calls", "/internal/tokenize"):
             refused = client.post(path, json={})
             assert refused.status_code in (400, 401), path

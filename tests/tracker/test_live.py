@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from support.metrics import documented, shown
 from tracker.conftest import Running, Start
 
 from meshnet.tracker.console import Console
@@ -261,6 +262,7 @@ async def test_metrics_count_calls_and_tokens(tracker: Running) -> None:
     await tracker.chat()
     async with tracker.http.get(f"{tracker.base}/metrics") as answer:
         text = await answer.text()
+    assert shown(text) == documented(node=False)
     assert 'meshnet_calls_total{model="toy",outcome="complete"} 1.0' in text
     assert 'meshnet_tokens_total{kind="output",model="toy"} 8.0' in text
     assert 'meshnet_nodes{state="ready"} 1.0' in text

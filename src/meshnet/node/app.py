@@ -109,7 +109,7 @@ class Node:
         self.heads = HeadCalls(self.stages, self._verifier.verify, self.loader.head_model)
         self._plane = DataPlane(self.node_id, lambda: self._verifier.mesh_id, self.stages, self.heads)
         self._grpc = DataPlaneServer(self._plane)
-        metrics = Metrics(self.stages, lambda: len(self.heads), lambda: len(self._links))
+        metrics = Metrics(self.stages, self._links, lambda: len(self.heads))
         self._http_app = NodeHttp(
             self.node_id, self.stages, self.heads, metrics, self.loader.head_model, lambda: self.ready
         ).app()

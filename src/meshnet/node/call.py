@@ -133,7 +133,7 @@ class Call:
         self._sums = StageSums()
         self._reused = 0
         self._unreported = 0
-        self._log = log.bind(call=call_id)
+        self._log = log.bind(call_id=call_id)
         self._choices = [
             _Choice(
                 index,

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -55,10 +56,19 @@ class OutboxFull(Exception):
     """The peer does not read what is sent to it."""
 
 
+@dataclass(slots=True)
+class Traffic:
+    """What all streams of a node have taken since it started."""
+
+    sent_bytes: int = 0
+    """Of hidden states."""
+
+
 class Outbox:
     """Messages for one stream. `put` from the event loop; `pump` writes until it is cancelled."""
 
-    def __init__(self) -> None:
+    def __init__(self, traffic: Traffic | None = None) -> None:
+        self._traffic = traffic or Traffic()
         self._waiting: deque[Message | bool] = deque()
         self._bytes = 0
         self._wake = asyncio.Event()
@@ -119,4 +129,5 @@ class Outbox:
                 frame.progress.CopyFrom(message)
             else:
                 getattr(frame, _FIELD[type(message)]).append(message)
+        self._traffic.sent_bytes += size
         return frame

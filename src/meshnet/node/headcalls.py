@@ -69,7 +69,7 @@ class HeadCalls:
             running[0].take_result(session, tokens, times)
         except Exception:
             # It is one call's; the stream that brought the tokens serves others.
-            log.exception("tokens could not be taken", call=call_id)
+            log.exception("tokens could not be taken", call_id=call_id)
             running[0].fault("the node ran into a fault of its own; its log says more")
 
     # ---------------------------------------------------------------- from the tracker, or from clients
@@ -147,7 +147,7 @@ class HeadCalls:
 
     async def _run(self, call: Call) -> None:
         started = time.monotonic()
-        bound = log.bind(call=call.call_id)
+        bound = log.bind(call_id=call.call_id)
         bound.info("call begins", epoch=call.epoch)
         try:
             await call.run()

@@ -107,6 +107,10 @@ class WorkerState:
         """A link's one-way time was measured."""
         self._links[node_id] = ms
 
+    def links(self) -> dict[str, float]:
+        """One way to each peer that was measured, in milliseconds."""
+        return dict(self._links)
+
     def link_ms(self, node_id: str) -> float:
         """One way to a peer, 0 to this node itself or while unknown."""
         return 0.0 if node_id == self.node_id else self._links.get(node_id, 0.0)

@@ -13,7 +13,7 @@ import grpc
 import structlog
 
 from meshnet.node.deadlines import HELLO_S, Deadline, Owed, judge
-from meshnet.node.frames import OPTIONS, Message, Outbox, OutboxFull
+from meshnet.node.frames import OPTIONS, Message, Outbox, OutboxFull, Traffic
 from meshnet.protocol import dataplane_pb2 as pb
 from meshnet.protocol.dataplane_pb2_grpc import DataPlaneStub
 
@@ -50,7 +50,9 @@ class Receiver(Protocol):
 class Link:
     """One dialled stream. Made by `Links`; dead for good once it failed."""
 
-    def __init__(self, node_id: str, address: str, hello: pb.Hello, forget: Callable[[Link], None]) -> None:
+    def __init__(
+        self, node_id: str, address: str, hello: pb.Hello, forget: Callable[[Link], None], traffic: Traffic
+    ) -> None:
         self.node_id = node_id
         self.address = address
         self.failure: PeerLost | None = None
@@ -58,7 +60,7 @@ class Link:
         self.idle_since = time.monotonic()
         self._hello = hello
         self._forget = forget
-        self._outbox = Outbox()
+        self._outbox = Outbox(traffic)
         self._greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._greeted.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._opening: dict[Key, asyncio.Future[pb.Opened]] = {}
@@ -264,6 +266,7 @@ class Links:
     """All dialled streams of a node."""
 
     def __init__(self, hello: Callable[[], pb.Hello]) -> None:
+        self.traffic = Traffic()
         self._hello = hello
         self._links: dict[tuple[str, str], Link] = {}
         self._monitor: asyncio.Task[None] | None = None
@@ -275,7 +278,7 @@ class Links:
         key = (node_id, address)
         link = self._links.get(key)
         if link is None or link.failure is not None:
-            link = self._links[key] = Link(node_id, address, self._hello(), self._drop)
+            link = self._links[key] = Link(node_id, address, self._hello(), self._drop, self.traffic)
         return link
 
     def __len__(self) -> int:

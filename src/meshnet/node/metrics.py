@@ -11,13 +11,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from meshnet.node.links import Links
 from meshnet.node.stages import Stages
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
 class _Node(Collector):
-    def __init__(self, stages: Stages, calls: Callable[[], int], links: Callable[[], int]) -> None:
+    def __init__(self, stages: Stages, links: Links, calls: Callable[[], int]) -> None:
         self._stages = stages
         self._calls = calls
         self._links = links
@@ -44,6 +45,15 @@ class _Node(Collector):
             "result",
             {"served": counters.served, "failed": counters.failed},
         )
+        yield CounterMetricFamily(
+            "meshnet_node_sent_bytes",
+            "Hidden states written to other nodes, in bytes",
+            value=self._links.traffic.sent_bytes,
+        )
+        trips = GaugeMetricFamily("meshnet_node_hop_ms", "One way to another node", labels=["peer"])
+        for peer, ms in state.links().items():
+            trips.add_metric([peer], ms)
+        yield trips
         shards = self._stages.shards
         idle = sum(shard.idle for shard in shards)
         free = sum(shard.free_slots for shard in shards) - idle
@@ -56,7 +66,7 @@ class _Node(Collector):
         gauges: tuple[tuple[str, str, float], ...] = (
             ("sessions", "Open sessions", len(self._stages.sessions)),
             ("calls", "Calls whose head this node is", self._calls()),
-            ("links", "Streams that this node dialled", self._links()),
+            ("links", "Streams that this node dialled", len(self._links)),
             ("waiting_steps", "Steps that wait for the engine", load.waiting),
             ("oldest_step_ms", "Age of the oldest step that waits or runs", load.oldest_ms),
             ("step_latency_ms", "Milliseconds per decode step, moving average", state.latency_ms),
@@ -79,9 +89,9 @@ def _counter(name: str, text: str, label: str, values: dict[str, int]) -> Counte
 class Metrics:
     """A registry of its own: several nodes may live in one process."""
 
-    def __init__(self, stages: Stages, calls: Callable[[], int], links: Callable[[], int]) -> None:
+    def __init__(self, stages: Stages, links: Links, calls: Callable[[], int]) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_Node(stages, calls, links))
+        self._registry.register(_Node(stages, links, calls))
 
     def render(self) -> bytes:
         """In the text format. On the event loop."""

@@ -145,7 +145,7 @@ class Stages:
             session = opening.session
             log.info(
                 "session opened",
-                call=session.call_id,
+                call_id=session.call_id,
                 session=session.id,
                 start_layer=message.start_layer,
                 end_layer=message.end_layer,
@@ -518,7 +518,7 @@ class Stages:
     def _fail(self, session: Session, code: str, message: str) -> None:
         """A session cannot go on here, by this node's or its sender's fault."""
         self.state.counters.failed += session.choice == 0
-        log.warning("session failed", call=session.call_id, session=session.id, code=code, reason=message)
+        log.warning("session failed", call_id=session.call_id, session=session.id, code=code, reason=message)
         session.upstream.lost(session, self.node_id, code, message)
         self.discard(session)
 
@@ -531,7 +531,7 @@ class Stages:
         if session.closed:
             return
         log.warning(
-            "route broke", call=session.call_id, session=session.id, at=node_id, code=code, reason=message
+            "route broke", call_id=session.call_id, session=session.id, at=node_id, code=code, reason=message
         )
         self._part(session)
         session.fail_waiters()
@@ -555,7 +555,7 @@ class Stages:
         """Ends sessions that no other attempt took over."""
         for session in list(self.sessions.values()):
             if session.parked_at is not None and now - session.parked_at > PARK_S:
-                log.info("session given up", call=session.call_id, session=session.id)
+                log.info("session given up", call_id=session.call_id, session=session.id)
                 self.discard(session)
 
     def drop_prefixes(self, shard: Shard) -> None:

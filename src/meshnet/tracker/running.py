@@ -90,6 +90,7 @@ class Run:
     async def go(self) -> Result:
         """Runs the call to its end. Only a cancellation from outside `cancel` is raised."""
         self._task = asyncio.current_task()
+        structlog.contextvars.bind_contextvars(call_id=self.order.call_id)
         seconds = self.tracker.settings.call_limit_s
         too_long = calls.Cancelled("call_limit", f"a call may take {seconds:g} s", failed_with=504)
         limit = asyncio.get_running_loop().call_later(seconds, self.cancel, too_long)
