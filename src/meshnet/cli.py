@@ -53,7 +53,12 @@ def _print_version(wanted: bool) -> None:
 
 def _root(
     version: bool = typer.Option(
-        False, "--version", is_eager=True, callback=_print_version, help="Print the version and exit."
+        False,
+        "--version",
+        is_eager=True,
+        callback=_print_version,
+        allow_from_autoenv=False,
+        help="Print the version and exit.",
     ),
 ) -> None:
     """One large language model, spread over the machines you already own."""

@@ -84,6 +84,11 @@ def test_an_unknown_key_is_named_with_those_that_exist(tmp_path: Path) -> None:
         option_defaults(tmp_path, "node", {"thraeds": 2}, ["threads", "grpc_port"])
 
 
+def test_only_options_come_from_the_environment(tmp_path: Path) -> None:
+    said = _run(_write(tmp_path, ""), "config", "--help", MESHNET_VERSION="1").stdout
+    assert said.startswith("Usage: meshnet config")
+
+
 def test_a_named_file_that_is_missing_is_an_error(tmp_path: Path) -> None:
     done = _run(tmp_path / "none.toml", "demo", "--json")
     assert done.returncode == 2

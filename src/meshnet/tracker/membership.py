@@ -129,7 +129,7 @@ class Membership(membership_pb2_grpc.MembershipServicer):  # type: ignore[misc]
         except (grpc.aio.AioRpcError, grpc.aio.InternalError, grpc.aio.UsageError):
             return
         except Exception:
-            # Nobody awaits this task's result: without a word here the node would be lost for no known reason.
+            # Nobody awaits this task's result: without a word the node would be lost for no known reason.
             visit.reason = "the tracker ran into a fault of its own; its log says more"
             log.exception("membership stream failed", node_id=visit.node_id)
 
