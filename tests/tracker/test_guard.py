@@ -55,6 +55,30 @@ async def test_a_call_is_charged_by_what_was_measured(tracker: Running) -> None:
     assert check["ok"], check
 
 
+async def test_a_small_balance_is_enough_for_what_the_prompt_really_comes_to(tracker: Running) -> None:
+    """The first reservation takes a token for each byte; where that is too much, the head counts."""
+    await priced(tracker)
+    node = await tracker.node()
+    node.script.prompt_tokens = 5
+    url = f"{tracker.base}/api/accounts"
+    async with tracker.http.post(url, json={"name": "small"}, headers=tracker.admin()) as answer:
+        assert answer.status == 201
+    async with tracker.http.post(
+        f"{url}/small/deposits", json={"amount": 30}, headers=tracker.admin()
+    ) as answer:
+        assert answer.status == 200, await answer.text()
+    async with tracker.http.post(
+        f"{tracker.base}/api/keys", json={"account": "small", "name": "k"}, headers=tracker.admin()
+    ) as answer:
+        secret = (await answer.json())["secret"]
+    key = {"Authorization": f"Bearer {secret}"}
+    accepted = await tracker.chat(headers=key, max_tokens=10)
+    assert accepted.status == 200, await accepted.text()
+    refused = await tracker.chat(headers=key, max_tokens=10)
+    assert refused.status == 429
+    assert (await refused.json())["error"]["code"] == "insufficient_quota"
+
+
 async def test_failed_calls_cost_nothing_and_cancelled_ones_what_was_produced(tracker: Running) -> None:
     await priced(tracker)
     node = await tracker.node()

@@ -6,7 +6,9 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 import structlog
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -40,12 +42,15 @@ from meshnet.tracker.sinks import Sink
 
 DEFAULT_MAX_TOKENS = 1_024
 TICKET_MS = 600_000
+SHORT = frozenset({"insufficient_quota", "budget_exceeded"})
+TEMPLATE_BYTES = 256
 BYTES_PER_TOKEN = 3
 """A cautious guess, for planning only; what is charged is counted."""
 
 draw = random.Random(random.SystemRandom().getrandbits(256)).getrandbits
 """Ids and seeds must differ, not be secret; asking the kernel for each costs more than all else here."""
 
+_encode = msgspec.json.Encoder().encode
 log = structlog.get_logger("meshnet.calls")
 
 
@@ -113,19 +118,16 @@ class Orchestrator:
         # An estimate must not cut short what the context has room for: the head counts, and stops there.
         max_tokens = _max_tokens(request.max_tokens, model.n_ctx)
         now_ms = self.books.clock()
-        if not (await self.books.prices.current()).at(model.model_id, now_ms).free:
+        price = (await self.books.prices.current()).at(model.model_id, now_ms)
+        most = prompt_tokens if price.free else min(most_tokens(request, plain), model.n_ctx)
+        refusal = await self._reserve(call_id, key, model, most, request.n * max_tokens, now_ms)
+        if refusal is not None and refusal.code in SHORT and not price.free:
+            # It may be enough for what the prompt really comes to, which only a head can tell.
             prompt_tokens = await self._count_prompt(call_id, kind, model, plain, seed, prefix_key)
             max_tokens = _max_tokens(request.max_tokens, model.n_ctx - prompt_tokens)
-        try:
-            reserved = await self.books.reserve(
-                call_id, key, model.model_id, prompt_tokens, request.n * max_tokens, now_ms
-            )
-        except BooksUnavailable as error:
-            raise ApiError(
-                503, error.message, type="server_error", code=error.code, retry_after=error.retry_after
-            ) from error
-        if isinstance(reserved, Refusal):
-            raise as_api_error(reserved)
+            refusal = await self._reserve(call_id, key, model, prompt_tokens, request.n * max_tokens, now_ms)
+        if refusal is not None:
+            raise as_api_error(refusal)
         fallback = self.settings.fallback_models.get(model.model_id)
         turn = self._prefixes.hashes(prefix_key, model.model_id, request)
         order = Order(
@@ -168,6 +170,20 @@ class Orchestrator:
         self._runs[call_id] = run
         self.recorder.accepted(live)
         return Accepted(run, model)
+
+    async def _reserve(
+        self, call_id: str, key: KeyInfo, model: Model, prompt_tokens: int, output_tokens: int, now_ms: int
+    ) -> Refusal | None:
+        """Sets aside the most that a call can cost. Raises ApiError (503) without a database."""
+        try:
+            reserved = await self.books.reserve(
+                call_id, key, model.model_id, prompt_tokens, output_tokens, now_ms
+            )
+        except BooksUnavailable as error:
+            raise ApiError(
+                503, error.message, type="server_error", code=error.code, retry_after=error.retry_after
+            ) from error
+        return reserved if isinstance(reserved, Refusal) else None
 
     async def run(self, accepted: Accepted) -> Result:
         """Runs an accepted call to its end, in the task of its client."""
@@ -268,6 +284,16 @@ def estimate_tokens(request: ChatRequest | CompletionRequest) -> int:
         prompt = request.prompt
         return max(1, len(prompt.encode()) // BYTES_PER_TOKEN if isinstance(prompt, str) else len(prompt))
     return sum(8 + len(message.content.encode()) // BYTES_PER_TOKEN for message in request.messages)
+
+
+def most_tokens(request: ChatRequest | CompletionRequest, plain: dict[str, Any]) -> int:
+    """At least as many as any tokeniser makes of the prompt.
+
+    None makes more than one of each byte, and the JSON around a message is longer than a template's markup.
+    """
+    if isinstance(request, CompletionRequest) and not isinstance(request.prompt, str):
+        return len(request.prompt) + 1
+    return len(_encode(plain)) + TEMPLATE_BYTES
 
 
 def _max_tokens(asked: int | None, left: int) -> int:

@@ -188,7 +188,8 @@ class Recorder:
         now = time.monotonic()
         if trace.timer is None and now - trace.logged_at >= LINE_INTERVAL_S:
             trace.logged_at = now
-            log.info(event, call_id=call.call_id, request_id=call.request_id, line=line)
+            # Not now: the call's next step, often to its head, must not wait for a line to be written.
+            asyncio.get_running_loop().call_soon(_write, event, call.call_id, call.request_id, line)
             return
         trace.due = (event, line)
         if trace.timer is None:
@@ -200,7 +201,7 @@ class Recorder:
         if trace.due is not None:
             (event, line), trace.due = trace.due, None
             trace.logged_at = time.monotonic()
-            log.info(event, call_id=call.call_id, request_id=call.request_id, line=line)
+            _write(event, call.call_id, call.request_id, line)
 
     def _count(self, call: LiveCall, end: End) -> None:
         metrics = self.metrics
@@ -212,6 +213,10 @@ class Recorder:
                 metrics.stage_link.labels(self._roster.name_of(times.node_id)).observe(
                     times.link_ms / times.steps / 1000
                 )
+
+
+def _write(event: str, call_id: str, request_id: str, line: str) -> None:
+    log.info(event, call_id=call_id, request_id=request_id, line=line)
 
 
 def _plain(stage: Stage, name: str) -> dict[str, Any]:
