@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -30,8 +31,9 @@ from meshnet.protocol.tools import ToolFormat, detect_tool_format
 class HeadModel:
     """Immutable once made; `prompt` may run on any thread."""
 
-    def __init__(self, model_id: str, model: ModelFile) -> None:
+    def __init__(self, model_id: str, model: ModelFile, aliases: Iterable[str] = ()) -> None:
         self.model_id = model_id
+        self.names = frozenset((model_id, *aliases))
         self.model = model
         self.tokenizer = Tokenizer(model.path)
         source = model.chat_template

@@ -237,7 +237,7 @@ class NodeHttp:
         ticket, shard = self._heads.admit(text)
         model = self._model_of(shard)
         body = parse(await _body(request), Limits(n_vocab=model.tokenizer.n_vocab))
-        if body.model.lower() != shard.model:
+        if body.model.lower() not in model.names:
             raise ApiError(
                 404,
                 f"The ticket is for model '{shard.model}', not for '{body.model}'.",

@@ -229,7 +229,7 @@ class Loader:
         shard = Shard(next(self._numbers), holding.model_id, engine, test)
         model = None
         if shard.info.is_head:
-            model = await in_thread(lambda: HeadModel(holding.model_id, holding.model))
+            model = await in_thread(lambda: HeadModel(holding.model_id, holding.model, holding.aliases))
         return shard, model
 
     def _progressed(self, holding: Holding, fraction: float) -> None:
