@@ -90,12 +90,12 @@ class _Bench:
             slope = max((all_layers - some_layers) / (layers - fewer), 0.0)
             embed = min(max(all_layers - slope * layers, 0.0), all_layers / 2)
             per_layer = (all_layers - embed) / layers
-        output = max(statistics.median(whole) - all_layers, 0.0) if whole else 0.0
+        beyond = [a - b for a, b in zip(whole, deep, strict=True)] if whole else [0.0]
         return SelfTest(
             decode_ms_per_layer=per_layer,
             prefill_ms_per_token_layer=min(prefill[1:]) / (prefill_rows * layers),
             embed_ms=embed,
-            output_ms=output,
+            output_ms=max(statistics.median(beyond), 0.0),
             batch_ms=self._batches(statistics.median(whole or deep)),
         )
 
