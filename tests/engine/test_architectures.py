@@ -176,10 +176,11 @@ def test_recurrent_state_goes_back_to_checkpoints(models: Models, store: Store, 
         engine.unload()
 
 
-def test_a_recurrent_fork_goes_its_own_way(models: Models, store: Store) -> None:
-    model, short, _ = models.get("qwen35moe", "f32")
+@pytest.mark.parametrize("arch", ["qwen35moe", "gemma3", "phi3"])
+def test_a_fork_goes_its_own_way(models: Models, store: Store, arch: str) -> None:
+    model, short, _ = models.get(arch, "f32")
     prompt = prompt_of(model, 30)
-    engines = cut_engines(model, store, (21,))
+    engines = cut_engines(model, store, (model.n_layers // 2 + 1,))
     cut = Pipeline.of(*engines)
     found = cut.generate({0: prompt}, 12, GREEDY)
     for engine in engines:
@@ -188,6 +189,11 @@ def test_a_recurrent_fork_goes_its_own_way(models: Models, store: Store) -> None
     copy = {2: found[0]}
     cut.go_on(copy, 24)
     assert copy[2] == list(short.tokens[:36])
+    for engine in engines:  # back to the middle of the prompt, and on again
+        reached = engine.rollback(2, 17)
+        assert reached == (0 if engine.info.recurrent else 17)
+    cut.run({2: prompt[reached:]}, sample=0)
+    assert cut.run({2: found[0][:1]})[2][0].token == short.tokens[1]
     for engine in engines:
         engine.unload()
 
