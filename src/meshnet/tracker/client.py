@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+import types
+from collections.abc import Coroutine, Generator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 
@@ -42,15 +44,35 @@ class Client:
         """The same for an error."""
         await self._last(self.sink.fail(error))
 
-    async def _within(self, sending: Awaitable[None]) -> None:
+    async def _within(self, sending: Coroutine[Any, Any, None]) -> None:
+        # Nearly always the client keeps up and this does not wait at all; then it needs no timer either.
+        try:
+            waits_for = sending.send(None)
+        except StopIteration:
+            return
         try:
             async with asyncio.timeout(self.stalled_s):
-                await sending
+                await _rest(sending, waits_for)
         except TimeoutError:
             raise StalledReader(f"the client read nothing for {self.stalled_s:g} s") from None
 
-    async def _last(self, sending: Awaitable[None]) -> None:
+    async def _last(self, sending: Coroutine[Any, Any, None]) -> None:
         try:
             await self._within(sending)
         except (StalledReader, OSError):
             log.info("the end of a call could not be delivered")
+
+
+@types.coroutine
+def _rest(begun: Coroutine[Any, Any, None], waits_for: Any) -> Generator[Any, Any, None]:
+    """Goes on with a coroutine whose first step has been taken and waits for something."""
+    while True:
+        try:
+            try:
+                value = yield waits_for
+            except BaseException as error:
+                waits_for = begun.throw(error)
+            else:
+                waits_for = begun.send(value)
+        except StopIteration:
+            return

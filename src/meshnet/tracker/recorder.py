@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import structlog
+from prometheus_client import Histogram
 
 from meshnet.routing import Stage
 from meshnet.tracker.calls import End
@@ -48,6 +49,7 @@ class Recorder:
         self.metrics = metrics
         self._roster = roster
         self.tracing: Tracing | None = None
+        self._gaps: dict[str, Histogram] = {}
         self._traces: dict[str, _Trace] = {}
         console.on_entry(self._entry)
 
@@ -106,7 +108,10 @@ class Recorder:
         self._log(call, trace, "proxy progress", line)
 
     def gap(self, call: LiveCall, seconds: float) -> None:
-        self.metrics.gap.labels(call.model).observe(seconds)
+        series = self._gaps.get(call.model)
+        if series is None:
+            series = self._gaps[call.model] = self.metrics.gap.labels(call.model)
+        series.observe(seconds)
 
     def first_token(self, call: LiveCall) -> None:
         assert call.first_token_at is not None

@@ -37,7 +37,8 @@ class Sink(Protocol):
 
     async def keep_alive(self, phase: str, detail: str) -> None: ...
 
-    async def fail(self, error: ApiError) -> None: ...
+    async def fail(self, error: ApiError) -> None:
+        """An HTTP status before the first byte, an error event after it."""
 
     def use_model(self, model: str) -> None:
         """The fallback model answers; nothing has been sent yet."""
