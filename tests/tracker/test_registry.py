@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshnet.tracker.catalogue import build_models, gaps
-from meshnet.tracker.members import Hardware, LinkView, Shard, Times
+from meshnet.tracker.members import Card, Hardware, LinkView, Shard, Times
 from meshnet.tracker.registry import step, unique_name
 from meshnet.tracker.signals import (
     Beat,
@@ -120,6 +120,23 @@ def test_a_probe_of_an_earlier_process_proves_nothing() -> None:
     state, _ = play((joined("a", 1), 0.0), (StreamEnded(1, "a", "gone"), 1.0), (joined("a", 2, boot=2), 2.0))
     after, _ = step(state, Probed("a", 1, "m", ""), 2.1)
     assert after.nodes["a"].status(2.1) == "loading"
+
+
+def test_a_head_that_loads_again_keeps_its_models_names() -> None:
+    """Else clients that use an alias would be told that there is no such model."""
+    named = shard(card=Card(name="M", aliases=("short",)))
+    loading = shard(state="loading", card=None)
+    state, _ = play(
+        (joined("a", 1, named), 0.0),
+        (StreamEnded(1, "a", "gone"), 1.0),
+        (joined("a", 2, loading, boot=2), 2.0),
+    )
+    card = state.nodes["a"].shards[0].card
+    assert card is not None
+    assert card.aliases == ("short",)
+    other = shard(state="loading", card=None, fingerprint="another")
+    state, _ = step(state, ShardsChanged(2, "a", (other,)), 3.0)
+    assert state.nodes["a"].shards[0].card is None
 
 
 def test_probes_are_tried_again_after_growing_pauses() -> None:

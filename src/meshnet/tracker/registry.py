@@ -127,7 +127,8 @@ def _joined(state: State, event: Joined, now: float) -> Step:
         if old.boot_id != event.boot_id:
             effects.append(Gone(old.node_id, "it was started anew"))
     same_process = old is not None and old.boot_id == event.boot_id
-    shards = _carry_probes(old.shards, event.shards) if old is not None and same_process else event.shards
+    known = () if old is None else old.shards
+    shards = _carry_cards(known, _carry_probes(known, event.shards) if same_process else event.shards)
     losses = _recent(old.losses, now, state.rules) if old is not None else ()
     pause = _pause(len(losses), state.rules) if old is not None and old.connection is None else 0.0
     node = Node(
@@ -173,6 +174,15 @@ def _joined(state: State, event: Joined, now: float) -> Step:
             )
         )
     return settle(put(state, node), effects, now)
+
+
+def _carry_cards(old: tuple[Shard, ...], new: tuple[Shard, ...]) -> tuple[Shard, ...]:
+    """Keeps what a head told of its model while it loads again: its names must not vanish meanwhile."""
+    cards = {(shard.model, shard.fingerprint): shard.card for shard in old if shard.card is not None}
+    return tuple(
+        shard if shard.card is not None else replace(shard, card=cards.get((shard.model, shard.fingerprint)))
+        for shard in new
+    )
 
 
 def _carry_probes(old: tuple[Shard, ...], new: tuple[Shard, ...]) -> tuple[Shard, ...]:
@@ -257,7 +267,7 @@ def _shards(state: State, event: ShardsChanged, now: float) -> Step:
         code, message, remedy = problem
         state, effects = _lose(state, node, f"it was refused: {message}", now, count=False)
         return state, (Refuse(event.connection, code, message, remedy), *effects)
-    after = node.with_shards(_carry_probes(node.shards, event.shards))
+    after = node.with_shards(_carry_cards(node.shards, _carry_probes(node.shards, event.shards)))
     return settle(put(state, after), [], now)
 
 
