@@ -10,6 +10,9 @@ import pytest
 from hypothesis import settings
 from support.mesh import Demo, Mesh, run_demo, run_mesh
 
+# Models and slices of the tests are kept between runs, but never in the user's own cache.
+os.environ.setdefault("MESHNET_CACHE", str(Path(__file__).parents[1] / ".venv" / "test-cache"))
+
 settings.register_profile("default", deadline=None)
 settings.register_profile("full", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
