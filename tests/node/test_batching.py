@@ -22,9 +22,12 @@ from meshnet.node.batching import (
     Removed,
     State,
     advance,
+    choose,
     cycle_ms,
     decide_groups,
+    held_until,
     interpolate,
+    plausible,
 )
 
 LANE = (0, 0, 14)
@@ -86,6 +89,58 @@ def test_groups_are_neighbouring_slots_and_stay_the_same() -> None:
     state, _ = advance(state, Arrived(again), 0.02, Policy())
     state, batch3 = advance(state, Finished(8.0), 0.03, Policy())
     assert sessions(batch3) == first
+
+
+def test_what_came_together_stays_together_on_the_next_stage() -> None:
+    """Two groups that wait at the same time do not become one; fragments of a group do."""
+    lane = (0, 15, 29)
+    groups = [item(n, n, lane=lane, stages=2, bundle=n // 4) for n in range(8)]
+    state, batch = start(*groups)
+    assert sessions(batch) == [0, 1, 2, 3]
+    state, batch2 = advance(state, Finished(3.0), 0.0, Policy())
+    assert sessions(batch2) == [4, 5, 6, 7]
+    back = [item(20 + n, n, lane=lane, stages=2, bundle=30 + n // 2) for n in range(8)]
+    state, _ = advance(state, Arrived(tuple(back)), 0.0, Policy())
+    state, batch3 = advance(state, Finished(3.0), 0.0, Policy())
+    assert sessions(batch3) == [0, 1, 2, 3]
+
+
+def test_sessions_that_come_back_apart_meet_again() -> None:
+    """Four fragments of two groups: a head that has two batches on their way waits for one to come back."""
+    lane_items = {s: item(s, s, stages=2) for s in range(16)}
+    state, batch = start(*lane_items.values())
+    number, now = 100, 0.0
+    flying: list[list[int]] = []
+    sizes = []
+    for turn in range(24):
+        now += 0.010
+        state, following = advance(state, Finished(10.0), now, Policy())
+        flying.append(sessions(batch))
+        if turn == 0:  # the first group comes back in two halves
+            half = flying.pop(0)
+            flying += [half[:4], half[4:]]
+        while following is None:
+            back = flying.pop(0)
+            items = []
+            for session in back:
+                number += 1
+                items.append(item(number, session, stages=2, arrived=now))
+            state, following = advance(state, Arrived(tuple(items)), now, Policy())
+        batch = following
+        sizes.append(len(batch.items))
+    assert sizes[-8:] == [8] * 8, sizes
+
+
+def test_a_batch_that_does_not_come_back_is_not_waited_for() -> None:
+    state, _ = start(item(1, 1, stages=2))
+    state, nothing = advance(state, Finished(3.0), 0.01, Policy())
+    assert nothing is None
+    state, held = advance(state, Arrived((item(2, 2, stages=2, arrived=0.02),)), 0.02, Policy())
+    until = held_until(state)
+    if held is None:
+        assert until is not None
+        state, held = choose(state, until, Policy())
+    assert sessions(held) == [2]
 
 
 def test_a_chunk_runs_alone_between_decode_calls() -> None:
@@ -189,10 +244,26 @@ def test_costs_follow_what_runs() -> None:
         costs = costs.after(batch, 20.0)
     assert 19.5 < costs.decode_ms(8) < 20.5
     assert costs.decode_ms(16) > 30, "sizes that did not run are moved along"
+    busy = costs
+    for _ in range(50):
+        busy = busy.after(batch, 20.0).after(Batch(batch.items[:4], prefill=False), 400.0)
+    ratio = busy.decode_ms(4) / busy.decode_ms(8)
+    assert ratio < 1.25**2 * 8 / 10, "one size never becomes dear beyond all measure"
     chunk = Batch((item(1, 1, prefill=True, rows=100),), prefill=True)
     for _ in range(50):
         costs = costs.after(chunk, 200.0)
     assert 1.9 < costs.row_ms < 2.1
+
+
+@given(st.dictionaries(st.sampled_from([1, 2, 4, 8, 16, 32]), st.floats(0.1, 1e4), min_size=1))
+def test_measured_batches_are_made_plausible(measured: dict[int, float]) -> None:
+    points = plausible(list(measured.items()))
+    assert [size for size, _ in points] == sorted(measured)
+    for (size, ms), (larger, more) in itertools.pairwise(points):
+        assert ms <= more <= ms * larger / size * (1 + 1e-9)
+    assert plausible(points) == points or all(
+        abs(a[1] - b[1]) <= 1e-9 * b[1] for a, b in zip(plausible(points), points, strict=True)
+    )
 
 
 @given(st.integers(1, 200))
@@ -217,6 +288,17 @@ class Simulation:
         self.state, batch = advance(self.state, event, self.now, self.policy)
         if isinstance(event, Finished):
             self.running = None
+        self.start(batch)
+
+    def wait(self) -> None:
+        """Nothing happens until the machine wants to be asked again."""
+        until = held_until(self.state)
+        assert until is not None, "what waits without a date waits for ever"
+        self.now = max(self.now, until)
+        self.state, batch = choose(self.state, self.now, self.policy)
+        self.start(batch)
+
+    def start(self, batch: Batch | None) -> None:
         if batch is None:
             return
         assert self.running is None, "one batch at a time"
@@ -276,7 +358,9 @@ def test_any_traffic_is_run_once_in_order(moves: list[tuple[str, int, str, int]]
             simulation.take(Arrived((step,)))
     for _ in range(simulation.number + 1):
         if simulation.running is None:
-            break
+            if not simulation.state.waiting:
+                break
+            simulation.wait()
         simulation.now += 0.01
         simulation.take(Finished(5.0))
     assert simulation.running is None

@@ -211,7 +211,7 @@ def test_common_prefix(a: list[int], b: list[int]) -> None:
 
 
 def test_deadlines_follow_the_estimates_within_bounds() -> None:
-    assert decode_deadline(1.0, 1.0).silent == 2.0
+    assert decode_deadline(1.0, 1.0).silent == 3.0
     assert decode_deadline(200.0, 0.0).silent == 4.0
     assert decode_deadline(5000.0, 5000.0).silent == CEILING_S
     assert decode_deadline(1.0, 1.0).stuck == CEILING_S

@@ -212,7 +212,7 @@ def signed_by_another(pair: Pair) -> str:
         ({"tokens": [1] * 65}, "context"),
         ({"fork_of": "call-z/0/0", "fork_position": 1}, "fork"),
         ({"sampling": pb.Sampling(temperature=-1.0, top_p=1.0, repeat_penalty=1.0)}, "engine"),
-        ({"sampling": pb.Sampling(grammar="root ::= (", top_p=1.0, repeat_penalty=1.0)}, "engine"),
+        ({"sampling": pb.Sampling(grammar="root ::= (", top_p=1.0, repeat_penalty=1.0)}, "grammar"),
     ],
 )
 async def test_an_open_that_does_not_fit_is_refused(pair: Pair, changes: dict[str, Any], code: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -20,8 +21,13 @@ Lane = tuple[int, int, int]
 MAX_DECODE_ROWS = 63
 MAX_GROUPS = 16
 ALPHA = 0.2
+FLIGHT_FACTOR = 3.0
+LEAST_FLIGHT_S, MOST_FLIGHT_S = 0.25, 2.0
+"""A batch that is not back after so many expected cycles is waited for no longer."""
 REVISE_AFTER = 16
 """Decode batches after which the number of groups is decided anew."""
+MOST_SHAPE = 1.25
+"""How far live times may move one size of batch against the others."""
 WORTH_CHANGING = 0.95
 """Another number of groups must shorten the cycle to this part of it."""
 
@@ -45,6 +51,8 @@ class Item:
     stages: int
     """Stages of the session's route: how many groups it takes to keep them all busy."""
     arrived: float
+    bundle: int = 0
+    """What came in one message has one number: it was one batch on the stage above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +71,20 @@ class Batch:
 class Costs:
     """Milliseconds of one engine call on a lane: measured by the self-test, moved by what is run.
 
-    `seed`: (sessions in one decode call, ms), rising. `live`: the same as it ran, an EWMA per size.
-    `drift`: live over seed, for sizes that have not run yet. `row_ms`: per row of a prefill chunk.
+    `seed`: (sessions in one decode call, ms), rising (see `plausible`). `drift`: live over seed, whatever the
+    size. `shape`: by size, what is left over of that. Both are moving averages; the shape is bounded, for a
+    size that seldom runs must not stay dear because it once ran on a busy machine. `row_ms`: per row of a
+    prefill chunk.
     """
 
     seed: tuple[tuple[int, float], ...] = ((1, 1.0),)
     row_ms: float = 1.0
-    live: Mapping[int, float] = field(default_factory=_empty)
     drift: float = 1.0
+    shape: Mapping[int, float] = field(default_factory=_empty)
 
     def decode_ms(self, sessions: int) -> float:
         """Of a decode call with this many sessions."""
-        known = self.live.get(sessions)
-        return known if known is not None else interpolate(self.seed, sessions) * self.drift
+        return interpolate(self.seed, sessions) * self.drift * self.shape.get(sessions, 1.0)
 
     def after(self, batch: Batch, ms: float) -> Costs:
         """Moved by a batch that took `ms`."""
@@ -83,10 +92,23 @@ class Costs:
             rows = batch.rows
             return replace(self, row_ms=self.row_ms + ALPHA * (ms / rows - self.row_ms)) if rows else self
         size = len(batch.items)
-        old = self.decode_ms(size)
-        live = {**self.live, size: old + ALPHA * (ms - old)}
         ratio = ms / max(interpolate(self.seed, size), 1e-6)
-        return replace(self, live=live, drift=self.drift + ALPHA * (ratio - self.drift))
+        drift = self.drift + ALPHA * (ratio - self.drift)
+        old = self.shape.get(size, 1.0)
+        left = min(max(old + ALPHA * (ratio / max(drift, 1e-6) - old), 1 / MOST_SHAPE), MOST_SHAPE)
+        return replace(self, drift=drift, shape={**self.shape, size: left})
+
+
+def plausible(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Measured (sessions, ms), rising in both, with what cannot be corrected: a larger batch takes no less
+    time, and never more per session than a smaller one, which could be run several times instead."""
+    kept: list[tuple[int, float]] = []
+    for size, ms in sorted(points):
+        if kept:
+            before, least = kept[-1]
+            ms = min(max(ms, least), least * size / before)
+        kept.append((size, ms))
+    return tuple(kept)
 
 
 def interpolate(points: Sequence[tuple[int, float]], size: int) -> float:
@@ -133,7 +155,11 @@ def decide_groups(sessions: int, stages: int, costs: Costs, pipeline: Pipeline, 
         return max(least, 1)
     if not pipeline.ratios:
         pipeline = replace(pipeline, ratios=(1.0,) * (stages - 1))
-    most = min(sessions, MAX_GROUPS)
+    own = costs.decode_ms(math.ceil(sessions / stages))
+    slowest = own * max(1.0, *pipeline.ratios)
+    round_trip = own * (1 + sum(pipeline.ratios)) + pipeline.trips_ms
+    # While one batch makes its round, the slowest stage can run so many; more would only be smaller.
+    most = min(sessions, MAX_GROUPS, math.ceil(round_trip / max(slowest, 1e-6) - 0.1))
     candidates = range(max(least, 1), max(most, least, 1) + 1)
     best = min(candidates, key=lambda groups: (cycle_ms(groups, sessions, costs, pipeline), groups))
     if current in candidates:
@@ -158,6 +184,14 @@ class _Grouping:
 
 
 @dataclass(frozen=True, slots=True)
+class Flight:
+    """A decode batch of a head on its way through the other stages; until then at the latest it is back."""
+
+    sessions: frozenset[int]
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
 class State:
     """Everything the choice depends on. Times are seconds of one monotonic clock."""
 
@@ -170,6 +204,7 @@ class State:
     costs: Mapping[Lane, Costs] = field(default_factory=_empty)
     pipelines: Mapping[Lane, Pipeline] = field(default_factory=_empty)
     grouping: Mapping[Lane, _Grouping] = field(default_factory=_empty)
+    flights: Mapping[Lane, tuple[Flight, ...]] = field(default_factory=_empty)
     prefill_ended: float = -math.inf
 
 
@@ -216,6 +251,7 @@ def apply(state: State, event: Event, now: float) -> State:
     if isinstance(event, Arrived):
         decoding = dict(state.decoding)
         decoding.update((item.session, item) for item in event.items if not item.prefill)
+        state = _landed(state, {item.session for item in event.items}, whole=True)
         return replace(state, waiting=state.waiting + event.items, decoding=decoding)
     if isinstance(event, Finished):
         batch = state.running
@@ -226,9 +262,10 @@ def apply(state: State, event: Event, now: float) -> State:
             lane = batch.items[0].lane
             costs = state.costs.get(lane, Costs()).after(batch, event.ms)
             state = replace(state, costs={**state.costs, lane: costs})
-        return state
+        return state if batch.prefill else _took_off(state, batch, now)
     if isinstance(event, Removed):
         gone = event.sessions
+        state = _landed(state, gone, whole=False)
         return replace(
             state,
             waiting=tuple(item for item in state.waiting if item.session not in gone),
@@ -241,18 +278,77 @@ def apply(state: State, event: Event, now: float) -> State:
     return state
 
 
+def _took_off(state: State, batch: Batch, now: float) -> State:
+    """A head's batch goes on through the other stages."""
+    lane = batch.items[0].lane
+    if lane[1] != 0 or batch.items[0].stages < 2:
+        return state
+    known = state.grouping.get(lane)
+    sessions = frozenset(item.session for item in batch.items)
+    if known is None or any(item.session in sessions for item in state.waiting):
+        return state
+    costs, pipeline = state.costs.get(lane, Costs()), state.pipelines.get(lane, Pipeline())
+    expected = FLIGHT_FACTOR * cycle_ms(known.groups, known.sessions, costs, pipeline) / 1000
+    flight = Flight(sessions, now + min(max(expected, LEAST_FLIGHT_S), MOST_FLIGHT_S))
+    return replace(state, flights={**state.flights, lane: (*state.flights.get(lane, ()), flight)})
+
+
+def _landed(state: State, sessions: AbstractSet[int], *, whole: bool) -> State:
+    """Sessions came back, and with them (`whole`) all that flew together; or they ended."""
+    if not state.flights:
+        return state
+    flights: dict[Lane, tuple[Flight, ...]] = {}
+    for lane, flying in state.flights.items():
+        left = []
+        for flight in flying:
+            if not flight.sessions & sessions:
+                left.append(flight)
+            elif not whole and flight.sessions - sessions:
+                left.append(replace(flight, sessions=flight.sessions - sessions))
+        if left:
+            flights[lane] = tuple(left)
+    return replace(state, flights=flights)
+
+
+def held_until(state: State) -> float | None:
+    """Where steps wait and `choose` starts nothing: when it is to be asked again, if nothing happens."""
+    return min((flight.until for flying in state.flights.values() for flight in flying), default=None)
+
+
 def choose(state: State, now: float, policy: Policy) -> tuple[State, Batch | None]:
-    """What to start now; None where something runs or nothing waits."""
+    """What to start now; None where something runs, nothing waits, or what waits is to be joined by others
+    (see `held_until`)."""
     if state.running is not None or not state.waiting:
         return state, None
     heads: dict[int, Item] = {}
     for item in state.waiting:
         heads.setdefault(item.session, item)
     prefill = [item for item in heads.values() if item.prefill]
-    decode = [item for item in heads.values() if not item.prefill]
+    state, decode = _may_decode(state, [item for item in heads.values() if not item.prefill], now)
     if prefill and (not decode or _chunk_may_run(state, _next_chunk(state, prefill), decode, now, policy)):
         return _start_prefill(state, prefill)
-    return _start_decode(state, decode)
+    return _start_decode(state, decode) if decode else (state, None)
+
+
+def _may_decode(state: State, decode: list[Item], now: float) -> tuple[State, list[Item]]:
+    """The decode steps that may run now: a head sends no more batches through its pipeline than the groups
+    that fill it. More would only be smaller ones, for sessions that come back apart never meet again."""
+    if not state.flights:
+        return state, decode
+    flights = {
+        lane: left
+        for lane, flying in state.flights.items()
+        if (left := tuple(flight for flight in flying if flight.until > now))
+    }
+    state = replace(state, flights=flights)
+    held = set()
+    for lane in flights:
+        members = [item for item in state.decoding.values() if item.lane == lane]
+        if members:
+            state, groups = _groups(state, lane, len(members), max(item.stages for item in members))
+            if len(flights[lane]) >= groups:
+                held.add(lane)
+    return state, [item for item in decode if item.lane not in held]
 
 
 def _chunk_may_run(state: State, chunk: Item, decode: list[Item], now: float, policy: Policy) -> bool:
@@ -285,15 +381,19 @@ def _start_prefill(state: State, prefill: list[Item]) -> tuple[State, Batch]:
 
 
 def _start_decode(state: State, decode: list[Item]) -> tuple[State, Batch]:
-    """The group of the step that waits longest, with all of that group that waits."""
+    """The group of the step that waits longest, with all of that group that waits. A head makes the groups,
+    of neighbouring slots; the other stages keep to what comes."""
     first = decode[0]
     lane = first.lane
     members = sorted((item for item in state.decoding.values() if item.lane == lane), key=lambda i: i.slot)
-    state, groups = _groups(state, lane, len(members), max(item.stages for item in members))
-    size = math.ceil(len(members) / groups)
-    rank = next(i for i, item in enumerate(members) if item.session == first.session)
-    start = rank - rank % size
-    group = {item.session for item in members[start : start + size]}
+    if lane[1] == 0:
+        state, groups = _groups(state, lane, len(members), max(item.stages for item in members))
+        size = math.ceil(len(members) / groups)
+        rank = next(i for i, item in enumerate(members) if item.session == first.session)
+        start = rank - rank % size
+        group = {item.session for item in members[start : start + size]}
+    else:
+        group = _bundles([item for item in decode if item.lane == lane], len(members))
     chosen: list[Item] = []
     rows = 0
     for item in decode:
@@ -307,6 +407,20 @@ def _start_decode(state: State, decode: list[Item]) -> tuple[State, Batch]:
     batch = Batch(tuple(chosen), prefill=False)
     waiting = tuple(item for item in state.waiting if item.number not in numbers)
     return replace(state, waiting=waiting, running=batch), batch
+
+
+def _bundles(waiting: list[Item], sessions: int) -> set[int]:
+    """What came together stays together: the oldest bundle, and further whole ones as long as there are left
+    as many batches as the pipeline has stages. Two groups that became one would leave a stage idle."""
+    most = math.ceil(sessions / max(item.stages for item in waiting))
+    bundles: dict[int, set[int]] = {}
+    for item in waiting:
+        bundles.setdefault(item.bundle, set()).add(item.session)
+    group: set[int] = set()
+    for bundle in bundles.values():
+        if not group or len(group | bundle) <= most:
+            group |= bundle
+    return group
 
 
 def _groups(state: State, lane: Lane, sessions: int, stages: int) -> tuple[State, int]:

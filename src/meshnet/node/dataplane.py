@@ -130,6 +130,7 @@ class DataPlane(DataPlaneServicer):  # type: ignore[misc]
         for result in frame.results:
             if result.session in inbound.results:
                 self._results.take_result(result.session, result.tokens, result.stages)
+        stages.executor.flush()
         for close in frame.closes:
             session = stages.sessions.get((close.session, close.stage))
             if session is not None and session.upstream is inbound:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-FLOOR_S = 2.0
+FLOOR_S = 3.0
 CEILING_S = 10.0
 DECODE_FACTOR = 20.0
 PREFILL_FACTOR = 4.0

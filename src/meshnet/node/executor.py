@@ -32,6 +32,7 @@ from meshnet.node.batching import (
     State,
     apply,
     choose,
+    held_until,
 )
 
 T = TypeVar("T")
@@ -101,7 +102,8 @@ class Executor:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._state = State()
         self._works: dict[int, Work] = {}
-        self._number = 0
+        self._fresh: list[Work] = []
+        self._number = self._bundle = 0
         self._steps = 0
         self._running_since: float | None = None
 
@@ -124,11 +126,21 @@ class Executor:
         return not self._thread.is_alive()
 
     def submit(self, works: Sequence[Work]) -> None:
-        """Queues steps. Those of one call may run as one batch; each session's run in this order."""
-        self._inbox.put(lambda: self._arrive(works))
+        """Queues steps; each session's run in this order. The engine sees them when `flush` is called, at the
+        latest in the loop's next turn: what comes together must be seen together to run together."""
+        if not self._fresh:
+            self._loop.call_soon(self.flush)
+        self._fresh.extend(works)
+
+    def flush(self) -> None:
+        """Hands over what was submitted."""
+        if self._fresh:
+            works, self._fresh = self._fresh, []
+            self._inbox.put(lambda: self._arrive(works))
 
     def remove(self, sessions: Iterable[int]) -> None:
         """Drops what waits of these sessions; no outcome comes for it."""
+        self.flush()
         gone = frozenset(sessions)
         self._inbox.put(lambda: self._remove(gone))
 
@@ -143,6 +155,7 @@ class Executor:
     async def call(self, function: Callable[[], T]) -> T:
         """Runs `function` on the engine thread between two batches, after what was submitted before was
         queued; raises what it raises."""
+        self.flush()
         future: asyncio.Future[T] = self._loop.create_future()
 
         def run() -> None:
@@ -158,6 +171,7 @@ class Executor:
 
     def post(self, function: Callable[[], object]) -> None:
         """Like `call` for what cannot fail and nobody waits for."""
+        self.flush()
 
         def run() -> None:
             with contextlib.suppress(EngineError):
@@ -191,6 +205,7 @@ class Executor:
 
     def _arrive(self, works: Sequence[Work]) -> Arrived:
         items = []
+        self._bundle += 1
         for work in works:
             self._number += 1
             self._works[self._number] = work
@@ -205,6 +220,7 @@ class Executor:
                     prefill=work.prefill,
                     stages=work.stages,
                     arrived=work.arrived,
+                    bundle=self._bundle,
                 )
             )
         return Arrived(tuple(items))
@@ -216,22 +232,28 @@ class Executor:
         return Removed(gone)
 
     def _run(self) -> None:
+        wait: float | None = None
         while True:
-            block = not self._state.waiting
-            while (message := self._next(block)) is not _NOTHING:
+            while (message := self._next(wait)) is not _NOTHING:
                 if message is None:
                     return
                 event = message()
                 if event is not None:
                     self._state = apply(self._state, event, time.monotonic())
-                block = False
+                wait = 0.0
             self._state, batch = choose(self._state, time.monotonic(), self._policy)
+            wait = self._pause() if batch is None else 0.0
             if batch is not None:
                 self._execute(batch)
 
-    def _next(self, block: bool) -> Callable[[], Event | None] | None:
+    def _pause(self) -> float | None:
+        """How long to wait for the next message when nothing is to be started; None: until it comes."""
+        until = held_until(self._state) if self._state.waiting else None
+        return None if until is None else max(until - time.monotonic(), 0.001)
+
+    def _next(self, wait: float | None) -> Callable[[], Event | None] | None:
         try:
-            return self._inbox.get(block)
+            return self._inbox.get_nowait() if wait == 0.0 else self._inbox.get(timeout=wait)
         except queue.Empty:
             return _NOTHING
 

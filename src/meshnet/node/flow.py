@@ -153,6 +153,7 @@ class Flow:
                 self._sampled(session, passing, outcome.result.sampled, times)
             session.wake()
             ran.append((outcome, session))
+        self.executor.flush()
         self._state.note_batch(outcomes)
         for outcome, session in ran:
             self._state.note_step(outcome, session)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from meshnet.engine.base import EngineInfo, SelfTest
-from meshnet.node.batching import Costs, Lane
+from meshnet.node.batching import Costs, Lane, plausible
 
 if TYPE_CHECKING:
     from meshnet.node.executor import Outcome
@@ -43,7 +43,7 @@ def lane_costs(info: EngineInfo, test: SelfTest, start: int, end: int) -> Costs:
     whole = max(step_ms(info, test, info.first, info.last), 1e-6)
     alone = step_ms(info, test, start, end)
     batches = dict(test.batch_ms) or {1: whole}
-    seed = tuple((size, ms * alone / whole) for size, ms in sorted(batches.items()))
+    seed = plausible([(size, ms * alone / whole) for size, ms in batches.items()])
     return Costs(seed=seed, row_ms=(end - start + 1) * test.prefill_ms_per_token_layer)
 
 
