@@ -79,6 +79,16 @@ async def test_a_small_balance_is_enough_for_what_the_prompt_really_comes_to(tra
     assert (await refused.json())["error"]["code"] == "insufficient_quota"
 
 
+async def test_a_node_that_stands_still_does_not_hold_up_the_counting_of_a_prompt(start: Start) -> None:
+    tracker = await start(first_event_s=0.5)
+    await priced(tracker)
+    nodes = [await tracker.node(name=name) for name in ("one", "two")]
+    for frozen in nodes:
+        frozen.script.tokenize_s = 60.0
+        assert (await tracker.chat()).status == 200
+        frozen.script.tokenize_s = 0.0
+
+
 async def test_failed_calls_cost_nothing_and_cancelled_ones_what_was_produced(tracker: Running) -> None:
     await priced(tracker)
     node = await tracker.node()

@@ -55,6 +55,7 @@ class Script:
     last_s: float = 0.0
     """Between the last token and the end."""
     prompt_tokens: int = 5
+    tokenize_s: float = 0.0
     prefill_steps: int = 0
     prefill_step_s: float = 0.0
     error: CallError | None = None
@@ -370,6 +371,7 @@ class WireNode:
     async def _tokenize(self, request: web.Request) -> web.Response:
         call = decode_call(await request.read())
         self._ticket(call.ticket)
+        await asyncio.sleep(self.script.tokenize_s)
         return web.Response(body=msgspec.json.encode(TokenCount(self.script.prompt_tokens)))
 
     async def _reroute(self, request: web.Request) -> web.Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Callable
@@ -234,8 +235,12 @@ class Orchestrator:
                 asked = GenerateCall(
                     call_id, 0, kind, model.model_id, request, ticket, seed, 1, prefix_key=prefix_key
                 )
+                patience_s = self.settings.first_event_s
                 try:
-                    return await self.heads.tokenize(node.http_url, asked)
+                    async with asyncio.timeout(patience_s):
+                        return await self.heads.tokenize(node.http_url, asked)
+                except TimeoutError:
+                    problem = f"node {node.name} did not answer within {patience_s:g} s"
                 except HeadError as error:
                     if error.status in (400, 422):
                         raise ApiError(400, error.message, code=error.code, param=error.param) from error
