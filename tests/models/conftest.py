@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import support.smollm2
 from support.random_gguf import random_model
 
 from meshnet.models.gguf import ModelFile
-from meshnet.models.store import Store
 
 RandomModel = Callable[..., Path]
 
@@ -26,9 +26,9 @@ def random_models(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
 
 
 @pytest.fixture(scope="session")
-def smollm2_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def smollm2_path() -> Path:
     """The real model."""
-    return Store(tmp_path_factory.mktemp("store")).pull("smollm2").path
+    return support.smollm2.smollm2_path()
 
 
 @pytest.fixture(scope="session")

@@ -16,9 +16,9 @@ from pathlib import Path
 import httpx2 as httpx
 import psutil
 import pytest
-from node.conftest import smollm2_path
 from support.mesh import Mesh, Process, run_mesh
 from support.metrics import documented, shown
+from support.smollm2 import smollm2_path
 
 NOWHERE = "http://127.0.0.1:9"
 

