@@ -168,6 +168,8 @@ class DemoOptions:
     data: Path | None = None
     ctx: int | None = None
     slots: int | None = None
+    streams: int = 16
+    """What cuts that are left to the demo are to suit."""
 
 
 async def start_demo(

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from meshnet.commands.balance import STREAMS, rows_of, weigh
 from meshnet.demo import DemoError, DemoOptions, Supervisor, parse_cuts, start_demo
 from meshnet.models.errors import ModelError
 from meshnet.models.gguf import ModelFile
@@ -42,6 +43,7 @@ def demo(
     ] = None,
     ctx: Annotated[int | None, typer.Option(min=64, help="Positions per slot.")] = None,
     slots: Annotated[int | None, typer.Option(min=1, help="Sessions per node.")] = None,
+    streams: Annotated[int, typer.Option(min=1, help="Calls at once that --cuts auto is to suit.")] = STREAMS,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON on stdout when ready.")
     ] = False,
@@ -58,6 +60,7 @@ def demo(
         data=data,
         ctx=ctx,
         slots=slots,
+        streams=streams,
     )
     try:
         code = asyncio.run(_run(options, as_json=as_json, browser=not (no_browser or as_json)))
@@ -101,30 +104,32 @@ async def _start(options: DemoOptions, supervisor: Supervisor, data: Path) -> di
     store = Store()
     entry = await asyncio.to_thread(store.pull, options.model)
     file = store.open(entry.id)
-    cuts = (
-        _auto_cuts(options.cuts, file)
-        if options.cuts.startswith(AUTO)
-        else parse_cuts(options.cuts, file.n_layers)
-    )
+    if options.cuts.startswith(AUTO):
+        cuts = await asyncio.to_thread(_auto_cuts, options.cuts, file, options.streams)
+    else:
+        cuts = parse_cuts(options.cuts, file.n_layers)
     return await start_demo(options, supervisor, data, model_id=entry.id, n_layers=file.n_layers, cuts=cuts)
 
 
-def _auto_cuts(text: str, file: ModelFile) -> tuple[int, ...]:
-    """Where to cut for equal nodes: `auto` for two of them, `auto:3` for three."""
-    from meshnet.commands.model import model_layers
+def _auto_cuts(text: str, file: ModelFile, streams: int) -> tuple[int, ...]:
+    """Where to cut for equal nodes and so many streams: `auto` for two of them, `auto:3` for three."""
     from meshnet.routing.placement import PlacementImpossible, PlacementNode, place
 
     count = text.removeprefix(AUTO).removeprefix(":") or "2"
     if not count.isdecimal() or not 1 <= int(count) <= file.n_layers:
         raise DemoError(f"--cuts: {text!r} is not auto or auto:N with N nodes from 1 to {file.n_layers}")
-    nodes = [PlacementNode(f"node-{i:03}", file.n_bytes, 1.0) for i in range(1, int(count) + 1)]
+    weighed = weigh(file, rows_of(streams, int(count)))
+    layer_ms = weighed.layer_ms or 1.0
+    nodes = [PlacementNode(f"node-{i:03}", file.n_bytes, layer_ms) for i in range(1, int(count) + 1)]
     try:
-        placement = place(model_layers(file), nodes, objective="throughput")
+        placement = place(weighed.layers, nodes, objective="throughput")
     except PlacementImpossible as error:
         raise DemoError(f"--cuts: {error}") from error
-    for reason in placement.why:
+    cuts = tuple(stage.start_layer for stage in placement.stages[1:])
+    chosen = f"cuts for {streams} streams: {','.join(map(str, cuts)) or 'none'}"
+    for reason in (chosen, weighed.why, *placement.why):
         sys.stderr.write(f"meshnet demo: {reason}\n")
-    return tuple(stage.start_layer for stage in placement.stages[1:])
+    return cuts
 
 
 async def _watch(supervisor: Supervisor, stopped: asyncio.Task[Any]) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -22,14 +22,11 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from meshnet.commands.balance import STREAMS, rows_of, weigh
 from meshnet.models.errors import ModelError
 from meshnet.models.gguf import ModelFile, model_info
 from meshnet.models.slice import plan_slice, write_slice
 from meshnet.models.store import Store, StoredModel
-from meshnet.models.work import decode_work
-
-if TYPE_CHECKING:
-    from meshnet.routing.placement import ModelLayers
 
 model = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -208,6 +205,10 @@ def plan(
     objective: Annotated[
         Objective, typer.Option(help="Fastest slowest stage (many streams), or shortest way (one stream).")
     ] = Objective.throughput,
+    streams: Annotated[
+        int,
+        typer.Option(min=1, help="Calls at once that the plan is for; they run in as many groups as nodes."),
+    ] = STREAMS,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Propose where to cut a model for these nodes, the output matrix and the embedding counted."""
@@ -217,7 +218,9 @@ def plan(
     sizes = parse_sizes(memory, speeds)
     with _errors():
         source = Store().open(file)
-    layers = model_layers(source)
+    rows = 1 if objective is Objective.latency else rows_of(streams, len(speeds))
+    weighed = weigh(source, rows)
+    layers = weighed.layers
     whole = layers.layers + layers.output_work + layers.embedding_work
     given = [
         PlacementNode(name, sizes.get(name, source.n_bytes), 1000.0 / speed / whole)
@@ -236,24 +239,8 @@ def plan(
         sys.stdout.write(f"{stage.node_id}: layers {stage.start_layer}-{stage.end_layer}, {share:.0%} busy\n")
     cuts = [str(stage.start_layer) for stage in placement.stages[1:]]
     sys.stdout.write(f"cuts: {','.join(cuts) or 'none'}\n")
-    for reason in placement.why:
+    for reason in (weighed.why, *placement.why):
         sys.stdout.write(f"  {reason}\n")
-
-
-def model_layers(file: ModelFile) -> ModelLayers:
-    """What placement needs to know of a model: bytes to hold, and work relative to the average layer."""
-    from meshnet.routing.placement import ModelLayers
-
-    work = decode_work(file)
-    return ModelLayers(
-        layer_bytes=file.layer_bytes,
-        embedding_bytes=file.embedding_bytes,
-        output_bytes=file.output_bytes,
-        tied=file.tied,
-        output_work=work.output / work.mean_layer,
-        embedding_work=work.embedding / work.mean_layer,
-        layer_work=tuple(size / work.mean_layer for size in work.layers),
-    )
 
 
 def _named(text: str, what: str) -> dict[str, str]:
