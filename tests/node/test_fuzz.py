@@ -62,7 +62,10 @@ class Running:
 @pytest.fixture(scope="module")
 def running(smollm2: ModelFile, store: Store) -> Iterator[Running]:
     found = Running(smollm2, store)
-    yield found
+    with pytest.MonkeyPatch.context() as patch:
+        # A fork of what will never be computed is refused after two minutes: too long for many examples.
+        patch.setattr("meshnet.node.stages.FORK_S", 0.2)
+        yield found
     found.close()
 
 
