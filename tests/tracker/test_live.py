@@ -176,6 +176,12 @@ async def test_the_console_answers_with_what_is_new_or_changed(tracker: Running)
     progress = [e for e in (await tracker.get("/api/console"))["events"] if e["event"] == "proxy progress"]
     assert len(progress) == 1
     assert progress[0]["output_tokens"] == 60
+    for since in ("x", "-1", str(10**15 + 1)):
+        async with tracker.http.get(
+            f"{tracker.base}/api/console?since={since}", headers=tracker.admin()
+        ) as refused:
+            assert refused.status == 400
+            assert (await refused.json())["error"]["param"] == "since"
 
 
 def test_the_console_is_a_ring_and_updates_in_place() -> None:

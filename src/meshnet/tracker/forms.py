@@ -23,6 +23,9 @@ Layer = Annotated[int, Meta(ge=0, le=65_535)]
 Weight = Annotated[float, Meta(ge=0, le=1e9)]
 CostName = Literal["measured", "weighted"]
 
+MAX_SEQ = 10**15
+"""The largest number of a console entry that is asked about."""
+
 
 class Form(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """Base of all bodies."""

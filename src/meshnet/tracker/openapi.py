@@ -87,7 +87,7 @@ OPERATIONS = (
         "Console entries that came or changed after `since`",
         "Console",
         scope="use",
-        query=(("since", {"type": "integer", "minimum": 0, "maximum": 10**15, "default": 0}),),
+        query=(("since", {"type": "integer", "minimum": 0, "maximum": forms.MAX_SEQ, "default": 0}),),
     ),
     Operation(
         "post",

@@ -16,6 +16,7 @@ from meshnet.tracker.answers import Tracker, answer, key_of
 from meshnet.tracker.books.records import KeyInfo
 from meshnet.tracker.console import Entry
 from meshnet.tracker.feed import Viewer
+from meshnet.tracker.forms import MAX_SEQ
 from meshnet.tracker.live import LiveCall
 
 
@@ -96,7 +97,7 @@ class Watching:
 
     async def console(self, request: Request) -> Response:
         since = request.query_params.get("since", "0")
-        if not since.isascii() or not since.isdigit() or len(since) > 18:
+        if not since.isascii() or not since.isdigit() or len(since) > 16 or int(since) > MAX_SEQ:
             raise ApiError(
                 400, f"since is {since[:50]!r}; it is the `next` of an earlier answer", param="since"
             )
