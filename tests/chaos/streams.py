@@ -21,6 +21,8 @@ PROMPTS = (
     "What did the fox say to the crow? Tell the whole story.",
     "Count from one to thirty in words. " * 12,
 )
+"""Each comes with a system message of its own: what a node kept of one helps with none of the others. A
+prompt of 64 rows or more gets other bits when a part of it was computed for a shorter one."""
 ALLOWED = frozenset({"route_lost", "no_route", "queue_timeout", "queue_full", "busy"})
 """How a call may fail while nodes are out."""
 LEAVES = 0.1
@@ -58,7 +60,7 @@ class Streams:
         """Asks everything once, undisturbed."""
         for prompt in PROMPTS:
             for sampled in (False, True):
-                heard = ask(self.quad.mesh, prompt, **_parameters(sampled=sampled))
+                heard = ask(self.quad.mesh, prompt, **_parameters(prompt, sampled=sampled))
                 assert heard.error is None, heard
                 self.expected[prompt, sampled] = heard.text
 
@@ -104,7 +106,7 @@ class Streams:
                 stream=stream,
                 on_piece=on_piece if leaves else None,
                 heard=begun,
-                **_parameters(sampled=sampled),
+                **_parameters(prompt, sampled=sampled),
             )
         except Left:
             return Asked(prompt, sampled, stream, begun, left=True)
@@ -155,5 +157,13 @@ class Streams:
         return found
 
 
-def _parameters(*, sampled: bool) -> dict[str, Any]:
-    return {"max_tokens": MAX_TOKENS, **(SAMPLED if sampled else {})}
+def _parameters(prompt: str, *, sampled: bool) -> dict[str, Any]:
+    return {"messages": _messages(prompt), "max_tokens": MAX_TOKENS, **(SAMPLED if sampled else {})}
+
+
+def _messages(prompt: str) -> list[dict[str, str]]:
+    number = PROMPTS.index(prompt)
+    return [
+        {"role": "system", "content": f"{number} is your number."},
+        {"role": "user", "content": prompt},
+    ]

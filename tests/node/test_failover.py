@@ -212,6 +212,19 @@ async def test_a_stage_that_is_passed_by_though_it_lives_lets_go(spare: Spare, m
     await bench.settled()
 
 
+async def test_a_node_with_one_slot_goes_on_at_other_layers(spare: Spare) -> None:
+    """What it held for the route that broke makes room for its part in the new one."""
+    bench = spare.bench
+    doomed = await bench.add(10, 19, n_ctx=512)
+    tail = await bench.add(10, LAST, cuts=(20,), n_ctx=512, n_slots=1)
+    reroute = rerouting(bench, [spare.head.stage(), tail.stage()])
+    route = [spare.head.stage(), doomed.stage(), tail.stage(20)]
+    answer = await bench.run(route, PROMPT, on_event=after(6, doomed.kill, reroute), **OPTIONS)
+    assert answer.ids() == spare.greedy
+    assert len(lost(answer)) == 1
+    await bench.settled()
+
+
 async def test_a_route_that_never_stood(spare: Spare) -> None:
     """The tail is gone before the first open; the call begins on the next route."""
     bench = spare.bench

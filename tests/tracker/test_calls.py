@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshnet.tracker.calls import (
+    MAX_FORGIVEN,
     Cancelled,
     Connected,
     Effect,
@@ -115,8 +116,22 @@ def test_a_busy_node_is_avoided_and_may_take_the_call_later() -> None:
 def test_no_place_ends_by_how_far_the_call_has_come() -> None:
     none = NoPlace(503, "no_route", "nobody")
     assert run([none])[1] == [End("failed", 503, "no_route", "nobody")]
-    _, effects = run([Placed(("a", "b")), TokensCame(), NodeLost("b", "x", "y"), none])
+    _, effects = run([Placed(("a", "b")), TokensCame(), NodeLost("b", "x", "y"), none, none])
     assert effects[-1] == End("failed", 503, "route_lost", "nobody")
+
+
+def test_nodes_that_failed_a_call_are_tried_again_when_no_others_are_left() -> None:
+    none = NoPlace(503, "no_route", "nobody")
+    begun: list[Event] = [Placed(("a", "b")), TokensCame(), NodeLost("b", "x", "y")]
+    state, effects = run([*begun, none])
+    assert effects[-1] == Place(frozenset(), again=True)
+    assert state.excluded == frozenset()
+    state, effects = run([*begun, none, Placed(("a", "b")), HeadFailed("x", "y")])
+    assert effects[-1] == Place(frozenset({"a"}), frozenset())
+    _, effects = run([*begun, *[none, Placed(("a", "b")), HeadFailed("x", "y")] * MAX_FORGIVEN, none])
+    assert effects[-1] == End("failed", 503, "route_lost", "nobody")
+    _, effects = run([*begun, NoPlace(503, "queue_timeout", "busy")])
+    assert effects[-1] == End("failed", 503, "route_lost", "busy")
 
 
 def test_the_fallback_answers_only_while_nothing_was_sent_and_only_once() -> None:
@@ -126,7 +141,7 @@ def test_the_fallback_answers_only_while_nothing_was_sent_and_only_once() -> Non
     assert effects == [UseFallback()]
     assert state.degraded
     assert run([none, none], rules)[1][-1] == End("failed", 503, "no_route", "nobody")
-    _, effects = run([Placed(("a", "b")), TokensCame(), NodeLost("b", "x", "y"), none], rules)
+    _, effects = run([Placed(("a", "b")), TokensCame(), NodeLost("b", "x", "y"), none, none], rules)
     assert effects[-1] == End("failed", 503, "route_lost", "nobody")
     _, effects = run([Placed(("a", "b")), TokensCame(sent=False), NodeLost("b", "x", "y"), none], rules)
     assert effects[-1] == UseFallback()

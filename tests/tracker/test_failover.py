@@ -163,9 +163,13 @@ async def test_without_another_holder_the_call_ends_with_route_lost_and_its_part
     tracker: Running,
 ) -> None:
     head, tail = await split(tracker)
-    body, call_id = await whole_text(
-        tracker, head, lambda seen: seen.lost.put_nowait((tail.node_id, "unreachable"))
-    )
+
+    async def die(seen: Seen) -> None:
+        tracker.nodes.remove(tail)
+        await tail.vanish()
+        seen.lost.put_nowait((tail.node_id, "unreachable"))
+
+    body, call_id = await whole_text(tracker, head, die)
     *_, error, done = events_of(body)
     assert json.loads(error)["error"]["code"] == "route_lost"
     assert done == "[DONE]"
@@ -177,6 +181,16 @@ async def test_without_another_holder_the_call_ends_with_route_lost_and_its_part
     await asyncio.wait_for(head.seen[0].closed.wait(), 3)
     assert tracker.server.tracker is not None
     assert dict(tracker.server.tracker.orchestrator.placement.state.holds) == {}
+
+
+async def test_the_only_holder_is_tried_again_while_it_is_in_the_mesh(tracker: Running) -> None:
+    """It may be back already, or only the link to it broke."""
+    head, tail = await split(tracker)
+    body, call_id = await whole_text(
+        tracker, head, lambda seen: seen.lost.put_nowait((tail.node_id, "unreachable"))
+    )
+    assert text_of(body) == WHOLE
+    assert (await tracker.get(f"/api/calls/{call_id}"))["reroutes"] == 1
 
 
 async def test_the_tails_only_holder_dies_and_there_is_no_route_never_a_shortened_model(

@@ -209,6 +209,8 @@ class Stages:
         self.sessions[session.name] = session
         spans: Spans = ()
         try:
+            if message.attach:
+                self._drop_superseded(session)
             older = self._older(session) if message.attach else None
             if older is not None and await self._take_over(session, older):
                 pass
@@ -232,6 +234,15 @@ class Stages:
         if any(other.call_id == session.call_id and other is not session for other in self.sessions.values()):
             return
         raise Refused("draining", f"node {self.node_id} is draining and takes no new calls")
+
+    def _drop_superseded(self, session: Session) -> None:
+        """Ends what an earlier attempt holds on layers that the new route does not run here: it may need the
+        slots, and nobody else will ever go on with them."""
+        wanted = {(s.start_layer, s.end_layer) for s in session.ticket.stages if s.node_id == self.node_id}
+        for other in list(self.sessions.values()):
+            same = (other.call_id, other.choice) == (session.call_id, session.choice)
+            if same and other.epoch < session.epoch and (other.start, other.end) not in wanted:
+                self.discard(other)
 
     def _older(self, session: Session) -> Session | None:
         """The session of an earlier attempt at the same choice on the same layers."""

@@ -27,6 +27,8 @@ ENDED: frozenset[Phase] = frozenset({"complete", "cancelled", "failed"})
 BUSY_CODES = frozenset({"no_slots", "busy", "draining", "loading"})
 """A node's refusals that say nothing against it: another node, or the same later, may take the call."""
 MAX_BUSY = 40
+MAX_FORGIVEN = 2
+"""How often a call tries nodes again that failed it, when no others are left."""
 
 
 class Rules(msgspec.Struct, frozen=True):
@@ -51,6 +53,7 @@ class State(msgspec.Struct, frozen=True):
     """Nodes that were busy a moment ago."""
     reroutes: int = 0
     busy: int = 0
+    forgiven: int = 0
     degraded: bool = False
     repairing: bool = False
 
@@ -153,11 +156,12 @@ Event = (
 class Place(msgspec.Struct, frozen=True):
     """Find a route for the whole model and hold it; then open the head with what was generated so far.
 
-    `avoid` are to be passed over where that is possible.
+    `avoid` are to be passed over where that is possible. `again`: there was none a moment ago.
     """
 
     without: frozenset[str]
     avoid: frozenset[str] = frozenset()
+    again: bool = False
 
 
 class Repair(msgspec.Struct, frozen=True):
@@ -251,6 +255,10 @@ def _no_place(state: State, event: NoPlace) -> Step:
     ):
         fresh = replace(state, degraded=True, excluded=frozenset(), phase="accepted", repairing=False)
         return fresh, (UseFallback(),)
+    if state.repairing and state.excluded and event.code == "no_route" and state.forgiven < MAX_FORGIVEN:
+        # What failed this call before may be back, or was blamed for another's fault; nothing else is left.
+        forgiving = replace(state, excluded=frozenset(), forgiven=state.forgiven + 1)
+        return forgiving, (Place(frozenset(), again=True),)
     if state.repairing:
         return _end(state, End("failed", 503, "route_lost", event.message))
     return _end(state, End("failed", event.status, event.code, event.message))

@@ -27,6 +27,7 @@ from meshnet.tracker.settings import TrackerSettings
 
 REPAIR_PAUSE_S = 0.05
 BUSY_PAUSE_S = 0.25
+AGAIN_PAUSE_S = 0.5
 MARGIN_S = 2.0
 """Beyond a node's own deadline: the head is to report a wedged peer before it is blamed itself."""
 FOREVER_S = 1e9
@@ -141,6 +142,8 @@ class Run:
     async def _carry_out(self, effect: calls.Effect) -> calls.Event:
         match effect:
             case calls.Place():
+                if effect.again:
+                    await asyncio.sleep(AGAIN_PAUSE_S)
                 return await self._place(effect.without, effect.avoid)
             case calls.Repair():
                 return await self._repair(effect)
