@@ -80,13 +80,24 @@ async def test_a_small_balance_is_enough_for_what_the_prompt_really_comes_to(tra
 
 
 async def test_a_node_that_stands_still_does_not_hold_up_the_counting_of_a_prompt(start: Start) -> None:
+    """Heads are asked where a balance might be too small for the prompt; this one has just enough."""
     tracker = await start(first_event_s=0.5)
     await priced(tracker)
+    admin = tracker.admin()
+    for path, body in (
+        ("accounts", {"name": "small"}),
+        ("accounts/small/deposits", {"amount": 50}),
+        ("keys", {"account": "small", "name": "small"}),
+    ):
+        async with tracker.http.post(f"{tracker.base}/api/{path}", json=body, headers=admin) as answer:
+            made = await answer.json()
+    small = {"Authorization": f"Bearer {made['secret']}"}
     nodes = [await tracker.node(name=name) for name in ("one", "two")]
     for frozen in nodes:
         frozen.script.tokenize_s = 60.0
-        assert (await tracker.chat()).status == 200
+        assert (await tracker.chat(headers=small, max_tokens=8)).status == 200
         frozen.script.tokenize_s = 0.0
+    assert (await tracker.chat(headers=small, max_tokens=8)).status == 429
 
 
 async def test_failed_calls_cost_nothing_and_cancelled_ones_what_was_produced(tracker: Running) -> None:
