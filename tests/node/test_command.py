@@ -99,9 +99,11 @@ def test_layers_that_are_none(tmp_path: Path, layers: str) -> None:
 
 
 def test_more_than_fits_the_memory(tmp_path: Path) -> None:
-    said = refuse(tmp_path, *model("0-29"), "--memory", "30000000")
+    """What is needed, what there is, and what of it the replay buffer takes."""
+    said = refuse(tmp_path, *model("0-29"), "--memory", "300000000")
     assert "need" in said
-    assert "available" in said or "limit" in said
+    assert "233 MB" in said
+    assert "67 MB are set aside by --replay-buffer" in said
 
 
 def test_a_port_in_use(tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ class DataPlane(DataPlaneServicer):  # type: ignore[misc]
 
     async def _probe(self, shard: Shard) -> float:
         """Milliseconds of one decode step through the whole shard. Raises EngineError."""
-        slot = shard.spare_slot()
+        slot = self._stages.spare_slot(shard)
         if slot is None:
             load = self._stages.executor.load()
             if load.oldest_ms > BUSY_S * 1000:

@@ -126,7 +126,8 @@ class Loader:
             try:
                 check_memory(need, left, model.name, first, last)
             except EngineError as error:
-                raise LoadError(str(error)) from error
+                kept = f"{self._options.replay_buffer / 1e6:,.0f} MB are set aside by --replay-buffer"
+                raise LoadError(f"{error} ({kept})") from error
             left -= need.total
 
     def _memory(self) -> int:

@@ -569,6 +569,18 @@ class Stages:
                 log.info("session given up", call_id=session.call_id, session=session.id)
                 self.discard(session)
 
+    def spare_slot(self, shard: Shard) -> int | None:
+        """A free slot, not taken; an idle prefix gives way for it. None where calls use all of them."""
+        slot = shard.spare_slot()
+        if slot is not None:
+            return slot
+        idle = self.prefixes.evict(shard.number)
+        if idle is None:
+            return None
+        shard.idle -= 1
+        self._free(shard, idle.slot)
+        return idle.slot
+
     def drop_prefixes(self, shard: Shard) -> None:
         """Frees the slots of a shard's idle prefixes."""
         for idle in self.prefixes.drop(shard.number):
