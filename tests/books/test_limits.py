@@ -94,6 +94,15 @@ async def test_a_key_over_its_limit_is_told_when_to_come_back(kit: Kit) -> None:
     assert isinstance(await kit.books.reserve("c3", key, "free", 10, 10), Reservation)
 
 
+async def test_a_call_that_asks_again_for_less_is_one_request(kit: Kit) -> None:
+    key, _ = await kit.books.keys.create("small", "one", requests_per_minute=2, tokens_per_minute=10_000)
+    for call_id in ("c1", "c2"):
+        assert (await kit.refused(call_id, key, "paid", 2_000, 10)).code == "insufficient_quota"
+        answer = await kit.books.reserve(call_id, key, "paid", 100, 10, counted=True)
+        assert isinstance(answer, Reservation)
+    assert (await kit.refused("c3", key, "paid", 1, 1)).code == "rate_limit_exceeded"
+
+
 async def test_settled_calls_give_back_the_tokens_they_did_not_use(kit: Kit) -> None:
     from books.kit import usage
 

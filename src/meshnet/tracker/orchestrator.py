@@ -126,7 +126,8 @@ class Orchestrator:
             # It may be enough for what the prompt really comes to, which only a head can tell.
             prompt_tokens = await self._count_prompt(call_id, kind, model, plain, seed, prefix_key)
             max_tokens = _max_tokens(request.max_tokens, model.n_ctx - prompt_tokens)
-            refusal = await self._reserve(call_id, key, model, prompt_tokens, request.n * max_tokens, now_ms)
+            most = request.n * max_tokens
+            refusal = await self._reserve(call_id, key, model, prompt_tokens, most, now_ms, again=True)
         if refusal is not None:
             raise as_api_error(refusal)
         fallback = self.settings.fallback_models.get(model.model_id)
@@ -173,12 +174,20 @@ class Orchestrator:
         return Accepted(run, model)
 
     async def _reserve(
-        self, call_id: str, key: KeyInfo, model: Model, prompt_tokens: int, output_tokens: int, now_ms: int
+        self,
+        call_id: str,
+        key: KeyInfo,
+        model: Model,
+        prompt_tokens: int,
+        output_tokens: int,
+        now_ms: int,
+        *,
+        again: bool = False,
     ) -> Refusal | None:
         """Sets aside the most that a call can cost. Raises ApiError (503) without a database."""
         try:
             reserved = await self.books.reserve(
-                call_id, key, model.model_id, prompt_tokens, output_tokens, now_ms
+                call_id, key, model.model_id, prompt_tokens, output_tokens, now_ms, counted=again
             )
         except BooksUnavailable as error:
             raise ApiError(

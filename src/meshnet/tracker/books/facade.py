@@ -211,11 +211,14 @@ class Books:
         prompt_tokens: int,
         max_tokens: int,
         now: int | None = None,
+        *,
+        counted: bool = False,
     ) -> Reservation | Refusal:
         """Accepts a call and sets aside the most that it can cost, or says why not.
 
         `max_tokens` is the most output tokens of all choices together. The same call may be reserved again (a
-        retry): it keeps its reservation. Whoever was given a Reservation ends it with exactly one of
+        retry): it keeps its reservation. `counted` says that it was refused before, for a larger amount, and
+        counts as no further request of its key. Whoever was given a Reservation ends it with exactly one of
         `settle`, `hold` or `release`; if this process dies, another tracker, or its next start, releases it.
         Raises BooksUnavailable when the database cannot take it.
         """
@@ -239,7 +242,7 @@ class Books:
         # Nothing waits from here to where the call is entered: of two that race only one gets through.
         if (live := self._live.get(call_id)) is not None:
             return await _reserved_already(live, key, model)
-        refusal = self._too_fast(key, need, now)
+        refusal = self._too_fast(key, need, now, counted=counted)
         if refusal is not None:
             return refusal
         amount = charge(price, prompt_tokens, max_tokens)
@@ -286,8 +289,10 @@ class Books:
         live.written.set_result(refusal)
         return refusal
 
-    def _too_fast(self, key: KeyInfo, need: int, now: int) -> Refusal | None:
-        limited = self._limits.admit(key.id, key.requests_per_minute, key.tokens_per_minute, need, now)
+    def _too_fast(self, key: KeyInfo, need: int, now: int, *, counted: bool) -> Refusal | None:
+        limited = self._limits.admit(
+            key.id, key.requests_per_minute, key.tokens_per_minute, need, now, counted=counted
+        )
         if limited is None:
             return None
         return Refusal(

@@ -98,23 +98,30 @@ class Limits:
         self._buckets: OrderedDict[int, Passed] = OrderedDict()
 
     def admit(
-        self, key_id: int, requests_limit: int | None, tokens_limit: int | None, need: int, now: int
+        self,
+        key_id: int,
+        requests_limit: int | None,
+        tokens_limit: int | None,
+        need: int,
+        now: int,
+        *,
+        counted: bool = False,
     ) -> Limited | None:
-        """Counts one request of a key, or says why it has to wait."""
+        """Counts a request of a key and its tokens (`counted`: these only), or says why it must wait."""
         if requests_limit is None and tokens_limit is None:
             return None
         before = self._buckets.get(key_id, Passed(None, None))
         decision = admit(
             before.requests,
             before.tokens,
-            requests_limit=requests_limit,
+            requests_limit=None if counted else requests_limit,
             tokens_limit=tokens_limit,
             need=need,
             now=now,
         )
         if isinstance(decision, Limited):
             return decision
-        self._buckets[key_id] = decision
+        self._buckets[key_id] = replace(decision, requests=before.requests) if counted else decision
         self._buckets.move_to_end(key_id)
         if len(self._buckets) > TRACKED_KEYS:
             self._buckets.popitem(last=False)
