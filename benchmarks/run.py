@@ -8,7 +8,7 @@ import time
 
 from figures import RESULTS, ROOT
 
-SKIPPED = {"__init__", "fake_node", "figures", "run", "screenshots", "streams"}
+SKIPPED = {"__init__", "fake_node", "figures", "run", "screenshots", "stand", "streams"}
 
 
 def main() -> int:

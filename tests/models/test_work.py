@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from meshnet.commands.model import model_layers, parse_sizes, parse_speeds
+from meshnet.commands.balance import model_layers
+from meshnet.commands.model import parse_sizes, parse_speeds
 from meshnet.models.gguf import ModelFile
 from meshnet.models.work import decode_work
 

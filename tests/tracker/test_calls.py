@@ -128,7 +128,8 @@ def test_nodes_that_failed_a_call_are_tried_again_when_no_others_are_left() -> N
     assert state.excluded == frozenset()
     state, effects = run([*begun, none, Placed(("a", "b")), HeadFailed("x", "y")])
     assert effects[-1] == Place(frozenset({"a"}), frozenset())
-    _, effects = run([*begun, *[none, Placed(("a", "b")), HeadFailed("x", "y")] * MAX_FORGIVEN, none])
+    again: list[Event] = [none, Placed(("a", "b")), HeadFailed("x", "y")]
+    _, effects = run([*begun, *again * MAX_FORGIVEN, none])
     assert effects[-1] == End("failed", 503, "route_lost", "nobody")
     _, effects = run([*begun, NoPlace(503, "queue_timeout", "busy")])
     assert effects[-1] == End("failed", 503, "route_lost", "busy")

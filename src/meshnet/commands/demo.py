@@ -105,13 +105,13 @@ async def _start(options: DemoOptions, supervisor: Supervisor, data: Path) -> di
     entry = await asyncio.to_thread(store.pull, options.model)
     file = store.open(entry.id)
     if options.cuts.startswith(AUTO):
-        cuts = await asyncio.to_thread(_auto_cuts, options.cuts, file, options.streams)
+        cuts = await asyncio.to_thread(auto_cuts, options.cuts, file, options.streams)
     else:
         cuts = parse_cuts(options.cuts, file.n_layers)
     return await start_demo(options, supervisor, data, model_id=entry.id, n_layers=file.n_layers, cuts=cuts)
 
 
-def _auto_cuts(text: str, file: ModelFile, streams: int) -> tuple[int, ...]:
+def auto_cuts(text: str, file: ModelFile, streams: int) -> tuple[int, ...]:
     """Where to cut for equal nodes and so many streams: `auto` for two of them, `auto:3` for three."""
     from meshnet.routing.placement import PlacementImpossible, PlacementNode, place
 

@@ -104,7 +104,8 @@ KNOWN: tuple[Known, ...] = (
 )
 
 # libgomp reads these once, when it is loaded. How long an idle thread spins before it sleeps: long enough for
-# the barriers inside a step, short enough that a node that waits leaves its cores to its neighbour.
+# the barriers inside a step, short enough that a node that waits leaves its cores to its neighbour (some 50
+# microseconds). Two nodes of two threads on two cores, SmolLM2: 18.4 ms per token with 0, 8.4 from 500 on.
 SPIN_COUNT = "2000"
 
 
