@@ -22,7 +22,7 @@ from stand import (
     words,
 )
 
-PROMPT_WORDS = 960
+PROMPT_WORDS = 800
 
 
 def shared_cpu(end: Endpoint) -> float:

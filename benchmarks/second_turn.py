@@ -20,7 +20,7 @@ from stand import (
     words,
 )
 
-HISTORY_WORDS, NEW_WORDS = 940, 12
+HISTORY_WORDS, NEW_WORDS = 780, 14
 
 
 def turn(end: Endpoint, seed: int, *, warm: bool) -> float:

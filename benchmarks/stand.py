@@ -32,7 +32,8 @@ from meshnet.models.store import Store
 
 MODEL = "smollm2"
 ANIMALS = ("fox", "owl", "bear", "whale", "otter", "heron", "lynx", "crab", "wolf", "seal", "hare", "mole")
-CONTENT = re.compile(rb'"(?:content|text)": ?"[^"]')
+CONTENT = re.compile(rb'"content": ?"[^"]|"finish_reason": ?"')
+"""What the first token shows: text, or an answer that ends with it."""
 USAGE = re.compile(rb'"prompt_tokens": ?(\d+)')
 USED = re.compile(rb'"completion_tokens": ?(\d+)')
 SERVER = """
