@@ -24,7 +24,7 @@ run: setup
 	$(BIN)/meshnet demo
 
 test: setup
-	$(BIN)/python -m pytest -m "not full"
+	$(BIN)/python -m pytest -m "not full" -n 2 --dist loadfile
 
 test-full: setup
 	HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest
