@@ -17,6 +17,8 @@ from support.mesh import run_mesh
 from support.quad import ENGINE_THREADS, Asking, Heard, Quad, ask, wait_for
 from support.random_gguf import random_model
 
+from meshnet.models.store import Store
+
 LAYERS = {"a1": "0-14", "a2": "0-14", "b1": "15-29", "b2": "15-29"}
 PROMPT = "Tell me a story about a lighthouse keeper and the sea."
 LONG = "Repeat the following list and go on with it. " + " ".join(f"Item {k} is a stone." for k in range(50))
@@ -234,7 +236,9 @@ def test_a_node_slower_than_a_byte_a_time_is_left(quad: Quad, undisturbed: list[
 def test_the_last_holder_dies(tmp_path: Path) -> None:
     """No other holder: `route_lost` with what was said so far. A fallback answers where nothing was said."""
     small = random_model(tmp_path, "llama")
-    env = {"MESHNET_TRACKER_FALLBACK_MODELS": json.dumps({"smollm2-135m-instruct": small.stem})}
+    # The id that nodes will announce: another file of this name may be known here already.
+    fallback = Store().pull(str(small)).id
+    env = {"MESHNET_TRACKER_FALLBACK_MODELS": json.dumps({"smollm2-135m-instruct": fallback})}
     with run_mesh(tmp_path) as mesh, gates() as links:
         quad = Quad(mesh, links, {"a": "0-14", "b": "15-29"}, ("--slots", "4", "--ctx", "640"))
         quad.start(tracker_env=env)
@@ -260,10 +264,10 @@ def test_the_last_holder_dies(tmp_path: Path) -> None:
         assert not call["degraded"]
         instead = ask(mesh, PROMPT, max_tokens=8)
         assert instead.error is None
-        assert instead.model == small.stem
+        assert instead.model == fallback
         call = quad.call(instead.call_id)
         assert call["degraded"]
-        assert call["model"] == small.stem
+        assert call["model"] == fallback
         assert "degraded" in [moment["event"] for moment in call["timeline"]]
         quad.settled()
         quad.mend()
