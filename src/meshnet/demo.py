@@ -21,6 +21,8 @@ from typing import Any
 
 import aiohttp
 
+from meshnet.process import PARENT_ENV
+
 STOP_SECONDS = 4.0
 """Children get this long after SIGTERM before SIGKILL; the whole stop stays under 5 s."""
 READY_SECONDS = 300.0
@@ -94,9 +96,8 @@ class Child:
 class Supervisor:
     """Starts children, waits for their ready lines, and stops them all."""
 
-    def __init__(self, log: Path | None = None) -> None:
+    def __init__(self) -> None:
         self.children: list[Child] = []
-        self._log = log
 
     async def start(self, name: str, arguments: Sequence[str], env: Mapping[str, str]) -> Child:
         """Starts `python -m meshnet ARGUMENTS` and returns when it has printed its ready line."""
@@ -108,7 +109,7 @@ class Supervisor:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=None,
-            env={**os.environ, **env, "MESHNET_PARENT_PID": str(os.getpid())},
+            env={**os.environ, **env, PARENT_ENV: str(os.getpid())},
             start_new_session=True,  # a Ctrl-C in the terminal reaches the supervisor alone
         )
         child = Child(name, process)
