@@ -28,6 +28,7 @@ class Node:
     directives: list[pb.Directive] = field(default_factory=list)
     welcomes: int = 0
     seen_peers: list[str] = field(default_factory=list)
+    serves: str = ""
     kept_trackers: tuple[str, ...] = ()
 
     def join_request(self, *, with_token: bool) -> pb.JoinRequest:
@@ -50,6 +51,9 @@ class Node:
 
     def peers(self, peers: pb.Peers) -> None:
         self.seen_peers = [peer.node_id for peer in peers.peers]
+
+    def serving(self, model: str) -> None:
+        self.serves = model
 
     def other_trackers(self, trackers: tuple[str, ...]) -> None:
         self.kept_trackers = trackers
@@ -120,6 +124,7 @@ async def test_it_joins_beats_reports_and_leaves() -> None:
             pb.TrackerMessage(directive=pb.Directive(id=7, drain=pb.Drain(on=True, reason="a test")))
         )
         await context.write(pb.TrackerMessage(peers=pb.Peers(peers=[pb.Peer(node_id="other")])))
+        await context.write(pb.TrackerMessage(serving=pb.Serving(model="m")))
         await stub.listen(context)
 
     async with tracker(answer) as (url, stub):
@@ -132,6 +137,7 @@ async def test_it_joins_beats_reports_and_leaves() -> None:
         assert membership.send(pb.NodeMessage(shards=pb.ShardReport()))
         await until(lambda: "shards" in stub.messages)
         assert [directive.id for directive in node.directives] == [7]
+        await until(lambda: node.serves == "m")
         assert node.seen_peers == ["other"]
         await membership.leave("a test")
         await until(lambda: "leaving" in stub.messages)

@@ -29,6 +29,7 @@ from meshnet.tracker.signals import (
     StreamEnded,
     TellCuts,
     TellPeers,
+    TellServing,
     Tick,
     Welcome,
 )
@@ -113,6 +114,7 @@ def test_a_join_is_welcomed_and_probed() -> None:
     assert state.nodes["a"].status(0.0) == "loading"
     state, later = step(state, Probed("a", 1, "m", ""), 0.1)
     assert state.nodes["a"].status(0.1) == "ready"
+    assert TellServing(1, "m") in later
     assert any(isinstance(effect, Say) and effect.event == "node ready" for effect in later)
 
 

@@ -45,6 +45,8 @@ from meshnet.process import watch_parent
 from meshnet.protocol import PROTOCOL_VERSION
 from meshnet.protocol import membership_pb2 as pb
 
+PROBED_FIRST_S = 15.0
+"""A node waits so long for the tracker's probe before it calls itself ready."""
 JOIN_FIRST_S = 2.0
 """A node waits so long for its tracker before it loads: the tracker knows which cuts the mesh uses."""
 CUTS_S = 0.05
@@ -122,6 +124,8 @@ class Node:
         self._directives: asyncio.Queue[pb.Directive] = asyncio.Queue(256)
         self._drained_by_tracker = False
         self._hurry = asyncio.Event()
+        self._serving: set[str] = set()
+        self._served = asyncio.Event()
         self._store = store
 
     # ---------------------------------------------------------------- life
@@ -211,8 +215,20 @@ class Node:
         await self._membership.joined.wait()
         self._announce()
         await self._grpc.serving(True)
+        await self._proven({holding.model_id for holding in holdings})
         ready(self.describe())
         log.info("node ready", node=self.node_id, http=self.http_url, grpc=self.grpc_address)
+
+    async def _proven(self, models: set[str]) -> None:
+        """Until the tracker has had an answer from each model's shards: from then on calls may come."""
+        try:
+            async with asyncio.timeout(PROBED_FIRST_S):
+                while not (models <= self._serving or self.draining):
+                    self._served.clear()
+                    await self._served.wait()
+        except TimeoutError:
+            missing = ", ".join(sorted(models - self._serving))
+            log.warning("the tracker has had no answer yet", model=missing, dialled=self.grpc_address)
 
     async def _drain(self) -> None:
         """Finishes what runs, and takes nothing new; a second stop ends it at once."""
@@ -394,6 +410,10 @@ class Node:
             {peer.node_id: peer.grpc_address for peer in peers.peers if peer.node_id != self.node_id}
         )
 
+    def serving(self, model: str) -> None:
+        self._serving.add(model)
+        self._served.set()
+
     def other_trackers(self, trackers: tuple[str, ...]) -> None:
         self._keeper.keep(msgspec.structs.replace(self._keeper.identity, trackers=trackers))
 
@@ -407,6 +427,7 @@ class Node:
             log.info("drain", on=directive.drain.on, reason=directive.drain.reason)
             if not self.stop.is_set():
                 self.draining = self.stages.draining = directive.drain.on
+                self._served.set()
                 self._announce()
             self._done(directive, "")
         else:

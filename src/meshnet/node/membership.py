@@ -117,6 +117,8 @@ class Side(Protocol):
 
     def peers(self, peers: pb.Peers) -> None: ...
 
+    def serving(self, model: str) -> None: ...
+
     def other_trackers(self, trackers: tuple[str, ...]) -> None: ...
 
 
@@ -315,6 +317,8 @@ class Membership:
             self._side.directed(message.directive)
         elif kind == "peers":
             self._side.peers(message.peers)
+        elif kind == "serving":
+            self._side.serving(message.serving.model)
         elif kind == "ack" and message.ack.trackers:
             self._know(list(message.ack.trackers))
         elif kind == "refused":

@@ -228,15 +228,7 @@ class _Stream:
         self._trackers: list[str] = []
         self._closed = False
 
-    def tell(
-        self,
-        effect: signals.Welcome
-        | signals.Refuse
-        | signals.TellCuts
-        | signals.TellDrain
-        | signals.TellPeers
-        | signals.TellClose,
-    ) -> None:
+    def tell(self, effect: signals.Tell) -> None:
         match effect:
             case signals.Welcome():
                 self._put(pb.TrackerMessage(welcome=self._welcome(effect)))
@@ -255,6 +247,8 @@ class _Stream:
                     return  # it ends them by itself after a while; its stream is worth more
                 close = pb.CloseCall(call_id=effect.call_id, before_epoch=effect.before_epoch)
                 self._directive(close=close)
+            case signals.TellServing():
+                self._put(pb.TrackerMessage(serving=pb.Serving(model=effect.model)))
             case signals.TellPeers():
                 peers = [pb.Peer(node_id=node_id, grpc_address=at) for node_id, at in effect.peers]
                 self._put(pb.TrackerMessage(peers=pb.Peers(peers=peers)))

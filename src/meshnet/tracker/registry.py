@@ -30,6 +30,7 @@ from meshnet.tracker.signals import (
     State,
     StreamEnded,
     TellDrain,
+    TellServing,
     Tick,
     Welcome,
 )
@@ -333,8 +334,10 @@ def _probed(state: State, event: Probed, now: float) -> Step:
     after = replace(node, shards=shards, probe=ProbeWork())
     asked, after = due_probes(after, now)
     said: tuple[Effect, ...] = ()
+    if node.connection is not None:
+        said = (TellServing(node.connection, event.model),)
     if after.status(now) == "ready" and node.status(now) != "ready":
-        said = (Say("node ready", node.node_id, f"node ready {node.name}"),)
+        said = (*said, Say("node ready", node.node_id, f"node ready {node.name}"))
     return put(state, after), (*asked, *said)
 
 

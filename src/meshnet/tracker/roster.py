@@ -23,10 +23,12 @@ from meshnet.tracker.signals import (
     Rules,
     Say,
     State,
+    Tell,
     TellClose,
     TellCuts,
     TellDrain,
     TellPeers,
+    TellServing,
     Tick,
     Welcome,
 )
@@ -39,7 +41,7 @@ log = structlog.get_logger("meshnet.mesh")
 class Line(Protocol):
     """A membership stream, as the roster uses it: nothing here waits."""
 
-    def tell(self, effect: Welcome | Refuse | TellCuts | TellDrain | TellPeers | TellClose) -> None: ...
+    def tell(self, effect: Tell) -> None: ...
 
     def close(self) -> None: ...
 
@@ -140,7 +142,7 @@ class Roster:
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
-            case Welcome() | Refuse() | TellCuts() | TellDrain() | TellPeers() | TellClose():
+            case Welcome() | Refuse() | TellCuts() | TellDrain() | TellPeers() | TellServing() | TellClose():
                 line = self._lines.get(effect.connection)
                 if line is not None:
                     line.tell(effect)

@@ -182,6 +182,14 @@ class TellPeers:
 
 
 @dataclass(frozen=True, slots=True)
+class TellServing:
+    """The node's shards of the model answered the probe: calls may come."""
+
+    connection: int
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
 class TellClose:
     """Nothing of a call is to stay on the node of attempts before `before_epoch`; 0: nothing at all."""
 
@@ -216,4 +224,6 @@ class Say:
     level: str = "info"
 
 
-Effect = Welcome | Refuse | CloseStream | TellCuts | TellDrain | TellPeers | TellClose | Probe | Gone | Say
+Tell = Welcome | Refuse | TellCuts | TellDrain | TellPeers | TellServing | TellClose
+"""What goes to a node over its stream."""
+Effect = Tell | CloseStream | Probe | Gone | Say
