@@ -59,9 +59,20 @@ def test_a_path_stays_where_it_is(store: Store, model_file: Path) -> None:
 def test_two_files_of_one_name_get_two_ids(store: Store, model_file: Path, tmp_path: Path) -> None:
     other = tmp_path / "elsewhere" / model_file.name
     other.parent.mkdir()
-    shutil.copy(model_file, other)
+    data = bytearray(model_file.read_bytes())
+    data[-1] ^= 1
+    other.write_bytes(data)
     ids = [store.pull(str(path)).id for path in (model_file, other, model_file, other)]
     assert ids == ["my-model-q8", "my-model-q8-2", "my-model-q8", "my-model-q8-2"]
+
+
+def test_a_copy_of_a_file_is_the_same_model(store: Store, model_file: Path, tmp_path: Path) -> None:
+    entry = store.pull(str(model_file))
+    copy = tmp_path / "elsewhere" / model_file.name
+    copy.parent.mkdir()
+    shutil.copy(model_file, copy)
+    assert store.pull(str(copy)) == entry
+    assert store.ls() == [entry]
 
 
 def test_a_file_that_moved_keeps_the_models_id(store: Store, model_file: Path, tmp_path: Path) -> None:

@@ -126,6 +126,21 @@ def test_cores_that_no_machine_has(tmp_path: Path) -> None:
     assert said == "meshnet node: --cores: '0-9999999999' is above 65535"
 
 
+def test_a_core_that_this_process_may_not_use(tmp_path: Path) -> None:
+    last = max(os.sched_getaffinity(0))
+    said = refuse(tmp_path, *model("0-3"), "--cores", f"{last},{last + 7}")
+    assert said.startswith(
+        f"meshnet node: --cores: {last + 7} is not a CPU that this process may use; usable: "
+    )
+
+
+def test_an_address_of_another_machine(tmp_path: Path) -> None:
+    said = refuse(tmp_path, *model("0-3"), "--host", "192.0.2.7")
+    assert "192.0.2.7" in said
+    assert "--host" in said
+    assert "another process" not in said
+
+
 def test_no_tracker_and_no_retry(tmp_path: Path) -> None:
     said = refuse(tmp_path, *model("0-3"), "--no-retry")
     assert "cannot reach the tracker" in said

@@ -122,7 +122,9 @@ async def test_settings_for_an_alias_are_those_of_its_model(tracker: Running) ->
     url = f"{tracker.base}/api/settings/routing"
     change = {"models": {"Nick": {"cost_model": "weighted"}, "Later": {"weights": {"hop": 2.0}}}}
     async with tracker.http.put(url, json=change, headers=tracker.admin()) as answer:
-        assert set((await answer.json())["models"]) == {"toy", "later"}
+        view = await answer.json()
+        assert set(view["models"]) == {"toy", "later"}
+        assert view["unserved"] == ["Later"]  # kept for the day it is there; a slip of the pen shows
     async with tracker.http.post(
         f"{tracker.base}/api/route/preview", json={"model": "nick"}, headers=tracker.admin()
     ) as answer:

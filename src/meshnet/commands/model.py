@@ -170,7 +170,9 @@ def slice_(
 @model.command()
 def check(
     file: Annotated[str, typer.Argument(help="Model id or path.")],
-    cuts: Annotated[str, typer.Option(help="First layers of the pieces after the first: 10,20.")] = "",
+    cuts: Annotated[
+        str, typer.Option(help="First layers of the pieces after the first: 10,20 (default: the middle).")
+    ] = "",
     replay: Annotated[
         bool, typer.Option("--replay", help="Prove where rebuilt sessions are exact to the bit.")
     ] = False,

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
+import psutil
 import typer
 import uvloop
 
@@ -99,7 +100,7 @@ def node(
         name=name,
         engine=EngineOptions(
             threads=threads,
-            cores=_numbers("cores", cores),
+            cores=_cores(cores),
             device=device,
             gpu_layers=gpu_layers,
             n_ctx=ctx,
@@ -162,6 +163,28 @@ def _numbers(flag: str, text: str) -> tuple[int, ...]:
             raise typer.Exit(2)
         found.extend(range(int(first), int(last or first) + 1))
     return tuple(dict.fromkeys(found))
+
+
+def _cores(text: str) -> tuple[int, ...]:
+    """The CPUs to compute on, each one that this process may use."""
+    wanted = _numbers("cores", text)
+    usable = sorted(psutil.Process().cpu_affinity() if hasattr(psutil.Process, "cpu_affinity") else wanted)
+    for core in wanted:
+        if core not in usable:
+            _complain(f"--cores: {core} is not a CPU that this process may use; usable: {_spans(usable)}")
+            raise typer.Exit(2)
+    return wanted
+
+
+def _spans(numbers: list[int]) -> str:
+    """`[0, 1, 2, 5]` -> `"0-2,5"`."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], number]
+        else:
+            spans.append([number])
+    return ",".join("-".join(map(str, span)) for span in spans)
 
 
 def _complain(text: str) -> None:

@@ -181,13 +181,31 @@ class Store:
                 return model
         return None
 
+    def _same(self, known: StoredModel, other: StoredModel) -> bool:
+        """Whether a model at another path holds the same bytes; both are read only where all else agrees."""
+        named = known.id == other.id or known.id.startswith(f"{other.id}-")
+        if not named or known.path == other.path or known.source == other.source or not known.path.is_file():
+            return False
+        try:
+            one = ModelFile.open(known.path)
+        except ModelError:  # what was here is no model any more
+            return False
+        two = ModelFile.open(other.path)
+        if one.n_bytes != two.n_bytes:
+            return False
+        return self.fingerprint(one).value == self.fingerprint(two).value
+
     def _add(self, model: StoredModel) -> StoredModel:
         """Put a model into the index; next to another one of that id its own gets a number.
 
-        A model whose file has gone gives its id up: machines that bring the same file call it the same.
+        A model whose file has gone gives its id up, and a copy of a file that is known is the model that is
+        known: machines that bring the same bytes call them the same.
         """
         with FileLock.take(self.root / ".index.lock"):
             index = self._load()
+            same = next((each for each in index.models if self._same(each, model)), None)
+            if same is not None:
+                return same
             others = [
                 each
                 for each in index.models

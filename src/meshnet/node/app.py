@@ -25,12 +25,13 @@ from meshnet.engine.base import EngineError
 from meshnet.engine.hardware import choose_devices, hardware_name
 from meshnet.engine.library import load_library
 from meshnet.engine.numerics import numerics_class
+from meshnet.listening import check_free, listen
 from meshnet.models.errors import ModelError
 from meshnet.models.store import Store
 from meshnet.node.batching import Policy
 from meshnet.node.dataplane import DataPlane, DataPlaneServer
 from meshnet.node.headcalls import HeadCalls
-from meshnet.node.http import HttpServer, NodeHttp, listen
+from meshnet.node.http import HttpServer, NodeHttp
 from meshnet.node.identity import Identity, IdentityError, Keeper, default_folder
 from meshnet.node.limits import available_memory, memory_limit, usable_cores
 from meshnet.node.links import Links
@@ -198,10 +199,10 @@ class Node:
         try:
             listener = listen(self._host, options.port)
             self.http_port = listener.getsockname()[1]
+            check_free(self._host, options.grpc_port, flag="--grpc-port")
             await self._grpc.start(self._host, options.grpc_port)
         except OSError as error:
-            flag = "--port" if self.http_port == 0 else "--grpc-port"
-            raise StartError(f"{error}; another process may use the port: give another {flag}") from error
+            raise StartError(str(error)) from error
         self._http = HttpServer(self._http_app, listener)
         self._http.start()
 

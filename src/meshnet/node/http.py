@@ -379,21 +379,6 @@ class _QuietServer(uvicorn.Server):
         yield
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises OSError with words in it."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        raise OSError(f"{host}:{port} cannot be listened on: {error.strerror or error}") from error
-    listener.setblocking(False)
-    return listener
-
-
 class HttpServer:
     """Runs the app on the loop that gRPC uses, too."""
 

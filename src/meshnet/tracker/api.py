@@ -252,7 +252,8 @@ class Api:
         await self.t.tuning.change(form, self.t.shelf.id_of)
         if self.t.feed.watched:
             self._show_models()
-        return answer(self.t.tuning.view())
+        unserved = sorted(name for name in form.models if self.t.shelf.find(name) is None)
+        return answer({**self.t.tuning.view(), "unserved": unserved})
 
     async def statistics(self, request: Request) -> Response:
         require_admin(key_of(request))

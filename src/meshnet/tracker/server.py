@@ -14,6 +14,7 @@ import grpc.aio
 import structlog
 import uvicorn
 
+from meshnet.listening import check_free, listen
 from meshnet.tracker.answers import Tracker
 from meshnet.tracker.app import Shell
 from meshnet.tracker.auth import Authenticator, Sessions
@@ -142,11 +143,12 @@ class Server:
             )
             membership = Membership(roster, identity, _Doorman(books), tries, peers.all_urls)
             try:
+                check_free(settings.host, settings.grpc_port, flag="--grpc-port")
                 self._grpc, tracker.grpc_port = await serve_membership(
                     membership, settings.host, settings.grpc_port
                 )
             except OSError as error:
-                raise StartError(f"{error}; another process may use it: give another --grpc-port") from error
+                raise StartError(str(error)) from error
             roster.start()
             self._http = _http_server(settings, Shell(tracker, door))
             self._serving = asyncio.create_task(self._http.serve([listener]), name="http")
@@ -259,20 +261,11 @@ def _http_server(settings: TrackerSettings, app: Any) -> uvicorn.Server:
 @contextlib.contextmanager
 def _listening(host: str, port: int) -> Iterator[socket.socket]:
     """A listening socket; closed again when what follows fails. Raises StartError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-            # At once: a port that is bound only can be bound by another process as well.
-            listener.listen()
-        except OSError as error:
-            raise StartError(
-                f"cannot listen on {host}:{port}: {error.strerror or error}; another process may use the "
-                "port: give another --port"
-            ) from error
-        listener.setblocking(False)
+        listener = listen(host, port)
+    except OSError as error:
+        raise StartError(str(error)) from error
+    try:
         yield listener
     except BaseException:
         listener.close()
