@@ -200,10 +200,17 @@ def test_the_ready_line_and_the_open_endpoints(running: Mesh) -> None:
         assert told["latency_ms"] > 0
         metrics = client.get("/metrics").text
         assert shown(metrics) == documented(node=True)
-        for path in ("/v1/chat/completions", "/v1/completions", "/internal/calls", "/internal/tokenize"):
-            refused = client.post(path, json={})
-            assert refused.status_code in (400, 401), path
-            assert refused.json()["error"]["message"]
+        for path in (
+            "/v1/chat/completions",
+            "/v1/completions",
+            "/internal/calls",
+            "/internal/tokenize",
+            "/internal/calls/x/reroute",
+        ):
+            for headers in ({}, {"X-Meshnet-Route": "e30.AAAA"}):
+                refused = client.post(path, content=b"no JSON", headers=headers)
+                assert refused.status_code == 401, path
+                assert refused.json()["error"]["message"]
         assert client.get("/v1/models").status_code == 401
 
 

@@ -237,6 +237,20 @@ async def test_a_route_that_never_stood(spare: Spare) -> None:
     await bench.settled()
 
 
+async def test_a_route_that_is_named_while_the_first_one_fails_is_taken(spare: Spare) -> None:
+    """The tracker may know of a death before the head does, and names it only once."""
+    bench = spare.bench
+    gone = await bench.add(10, LAST, n_ctx=512)
+    await gone.kill()
+    call = await spare.head.heads.start(bench.request([spare.head.stage(), gone.stage()], PROMPT, **OPTIONS))
+    text = bench.ticket(call.call_id, 1, [spare.head.stage(), spare.tail.stage()])
+    spare.head.heads.reroute(call.call_id, calls.Reroute(1, text, ()))
+    answer = await bench.follow(call)
+    assert answer.ids() == spare.greedy
+    assert lost(answer) == [(gone.node_id, "unreachable")]
+    await bench.settled()
+
+
 async def test_choices_survive(spare: Spare) -> None:
     bench = spare.bench
     options = {**SAMPLED, "n": 2, "max_tokens": 12}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ import pytest_asyncio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from node.bench import LAST, MESH, Bench, BenchNode
 
+from meshnet.node.call import MAX_NOTICES
 from meshnet.node.frames import MAX_MESSAGE_BYTES
 from meshnet.protocol import PROTOCOL_VERSION, calls
 from meshnet.protocol import dataplane_pb2 as pb
@@ -264,6 +266,43 @@ async def test_no_more_sessions_than_slots(pair: Pair) -> None:
     assert len(refused) == 1
     assert refused[0].code == "busy"
     assert "4 slots" in refused[0].message
+    await works(pair)
+
+
+async def test_an_engine_with_a_long_queue_opens_and_probes_nothing(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshnet.node.executor.MAX_INBOX", 3)
+    going_on = threading.Event()
+    for _ in range(5):
+        pair.tail.stages.executor.post(going_on.wait)
+    async with stream(pair.tail) as peer:
+        assert (await peer.opened(opening(pair))).error_code == "busy"
+    async with grpc.aio.insecure_channel(pair.tail.address) as channel:
+        probed = await DataPlaneStub(channel).Probe(pb.ProbeRequest(), timeout=10)
+        assert not probed.ok
+        assert "waits" in probed.error
+    going_on.set()
+    await works(pair)
+
+
+async def test_a_flood_of_bad_tokens_is_one_loss(pair: Pair) -> None:
+    request = pair.bench.request([pair.head.stage(), pair.tail.stage()], PROMPT, max_tokens=200)
+    call = await pair.head.heads.start(request)
+    got: list[calls.AnyEvent] = []
+    while not any(isinstance(event, calls.TokenEvent) for event in got):
+        got.extend(await call.events.take())
+    bad = [pb.Token(position=position, token=-1) for position in range(256)]
+    for _ in range(3 * MAX_NOTICES):
+        call.take_result(f"{call.call_id}/0/0", bad, [])
+    again = pair.bench.ticket(call.call_id, 1, [pair.head.stage(), pair.tail.stage()])
+    with pytest.raises(ApiError) as refused:
+        pair.head.heads.reroute(call.call_id, calls.Reroute(1, again, ()))
+    assert refused.value.status == 503
+    while not any(isinstance(event, calls.LostNode) for event in got):
+        got.extend(await call.events.take())
+    assert len([event for event in got if isinstance(event, calls.LostNode)]) == 1
+    await pair.head.heads.cancel(call)
     await works(pair)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -73,7 +74,7 @@ def soon(seconds: float = 5.0) -> float:
 async def test_connections_are_kept_and_used_again(client: WireClient) -> None:
     async with Peer(echo) as peer:
         for k in range(5):
-            exchange = await client.post(peer.url, "/x", b"%d" % k)
+            exchange = await client.post(peer.url, "/x", b"%d" % k, "ticket")
             assert await exchange.opened(soon()) == 200
             assert await exchange.read_all(100, soon()) == b"%d" % k
             exchange.finish()
@@ -100,11 +101,30 @@ async def test_a_peer_that_says_nothing_is_left_at_the_deadline(client: WireClie
         await reader.read()
 
     async with Peer(mute) as peer:
-        exchange = await client.post(peer.url, "/x", b"")
+        exchange = await client.post(peer.url, "/x", b"", "ticket")
         begun = asyncio.get_running_loop().time()
         with pytest.raises(TimeUp):
             await exchange.opened(soon(0.3))
         assert asyncio.get_running_loop().time() - begun < 2
+        exchange.close()
+
+
+async def test_what_came_while_this_process_stood_still_is_no_missed_deadline(client: WireClient) -> None:
+    async def late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        await asyncio.sleep(0.1)
+        for word in (b"one", b"two"):
+            writer.write(b"3\r\n%s\r\n" % word)
+            time.sleep(0.5)  # noqa: ASYNC251 - the whole loop, and the client with it, stands still
+        await reader.read()
+
+    async with Peer(late) as peer:
+        exchange = await client.post(peer.url, "/x", b"", "ticket")
+        await exchange.opened(soon())
+        assert await exchange.read(soon(0.3)) == b"onetwo"
+        with pytest.raises(TimeUp):
+            await exchange.read(soon(0.3))
         exchange.close()
 
 
@@ -117,7 +137,7 @@ async def test_a_wait_can_be_interrupted_and_gone_on_with(client: WireClient) ->
         await reader.read()
 
     async with Peer(slow) as peer:
-        exchange = await client.post(peer.url, "/x", b"")
+        exchange = await client.post(peer.url, "/x", b"", "ticket")
         await exchange.opened(soon())
         asyncio.get_running_loop().call_later(0.05, exchange.interrupt, KeyError("look"))
         with pytest.raises(KeyError):
@@ -141,7 +161,7 @@ async def test_a_reader_that_does_not_read_holds_the_peer_back(client: WireClien
             sent += 0x4000
 
     async with Peer(flood) as peer:
-        exchange = await client.post(peer.url, "/x", b"")
+        exchange = await client.post(peer.url, "/x", b"", "ticket")
         await exchange.opened(soon())
         before = -1
         while sent != before:
@@ -165,24 +185,24 @@ async def test_answers_without_end_or_length_and_what_is_no_http(client: WireCli
         await reader.read()
 
     async with Peer(cut) as peer:
-        exchange = await client.post(peer.url, "/x", b"")
+        exchange = await client.post(peer.url, "/x", b"", "ticket")
         await exchange.opened(soon())
         assert await exchange.read(soon()) == b"hel"
         with pytest.raises(WireError, match="broke off"):
             await exchange.read(soon())
     async with Peer(rubbish) as peer:
-        exchange = await client.post(peer.url, "/x", b"")
+        exchange = await client.post(peer.url, "/x", b"", "ticket")
         with pytest.raises(WireError, match="HTTP"):
             await exchange.opened(soon())
     async with Peer(echo) as peer:
-        exchange = await client.post(peer.url, "/x", b"y" * 1000)
+        exchange = await client.post(peer.url, "/x", b"y" * 1000, "ticket")
         await exchange.opened(soon())
         with pytest.raises(WireError, match="longer"):
             await exchange.read_all(100, soon())
     with pytest.raises(WireError, match="no connection"):
-        await client.post("http://127.0.0.1:1", "/x", b"")
+        await client.post("http://127.0.0.1:1", "/x", b"", "ticket")
     with pytest.raises(WireError, match="no address"):
-        await client.post("ftp://example", "/x", b"")
+        await client.post("ftp://example", "/x", b"", "ticket")
 
 
 async def test_refusals_keep_the_peers_words() -> None:

@@ -40,6 +40,13 @@ def node(
     cores: Annotated[str, typer.Option(help="CPUs to compute on: 0,2 or 0-3.")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda:N or metal.")] = "auto",
     gpu_layers: Annotated[int, typer.Option(min=0, help="Layers that go to the GPU.")] = 0,
+    repack: Annotated[
+        bool,
+        typer.Option(
+            "--repack",
+            help="Copy weights into a layout that some CPUs multiply faster: another numerics class.",
+        ),
+    ] = False,
     ctx: Annotated[int | None, typer.Option(min=64, help="Positions per session.")] = None,
     slots: Annotated[int, typer.Option(min=1, max=256, help="Sessions at the same time.")] = DEFAULT_SLOTS,
     memory: Annotated[int | None, typer.Option(min=1, help="Bytes that the shards may take.")] = None,
@@ -103,6 +110,7 @@ def node(
             cores=_cores(cores),
             device=device,
             gpu_layers=gpu_layers,
+            repack=repack,
             n_ctx=ctx,
             n_slots=slots,
             memory=memory,

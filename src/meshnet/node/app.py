@@ -173,7 +173,9 @@ class Node:
         options = self.options
         try:
             chosen = choose_devices(load_library(), options.engine.device, options.engine.gpu_layers)
-            self._numerics = numerics_class(load_library(), devices=chosen.names, repack=True)
+            self._numerics = numerics_class(
+                load_library(), devices=chosen.names, repack=options.engine.repack
+            )
             self._hardware = hardware_name(chosen)
             self._device = chosen.names[0] if chosen.names else "cpu"
             if not options.model:

@@ -8,6 +8,7 @@ names another route or gives the call up.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -35,6 +36,8 @@ REROUTE_S = 60.0
 """A parked call waits this long for a new route."""
 BLAME_S = 0.05
 """When opening fails, the stage that saw the cause may be telling it on another session."""
+MAX_NOTICES = 64
+"""What waits for a call's task at most. Of a lost route it needs to hear once, whoever else tells it."""
 STAGES_EVERY = 32
 """Tokens between two reports of stage times."""
 REASONS = {"eos": "stop", "grammar": "stop", "stop_string": "stop", "limit": "length", "context": "length"}
@@ -79,9 +82,7 @@ class _Route:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """Every choice has ended, or (with an error) the call cannot go on."""
-
-    error: str = ""
+    """Every choice has ended, or the call cannot go on (`_fault`): look."""
 
 
 @dataclass(slots=True)
@@ -122,7 +123,8 @@ class Call:
         self._n_vocab = tokenizer.n_vocab
         self._stages = stages
         self._meter = meter
-        self._inbox: asyncio.Queue[_Ended | _Lost | _Route] = asyncio.Queue()
+        self._inbox: asyncio.Queue[_Ended | _Lost | _Route] = asyncio.Queue(MAX_NOTICES)
+        self._fault = ""
         self._parked = False
         self._feeding = False
         room = n_ctx - len(prompt.tokens)
@@ -145,9 +147,9 @@ class Call:
 
     # ---------------------------------------------------------------- from outside
 
-    def reroute(self, ticket: Ticket, text: str) -> None:
-        """The tracker names a new route."""
-        self._inbox.put_nowait(_Route(ticket, text))
+    def reroute(self, ticket: Ticket, text: str) -> bool:
+        """The tracker names a new route. False when too much waits that the call was told before."""
+        return self._tell(_Route(ticket, text))
 
     def take_result(self, session: str, tokens: Sequence[pb.Token], times: Sequence[pb.StageTime]) -> None:
         """Tokens of one of the call's sessions, of whatever attempt: a draw is the same in all of them."""
@@ -163,7 +165,8 @@ class Call:
 
     def fault(self, error: str) -> None:
         """Something went wrong in this node while it handled the call's tokens."""
-        self._inbox.put_nowait(_Ended(error))
+        self._fault = error
+        self._tell(_Ended())
 
     def credit(self, session: Session) -> None:
         """The head's own stage has passed on a step: there is room for another."""
@@ -175,7 +178,14 @@ class Call:
 
     def lost(self, session: Session, node_id: str, code: str, message: str) -> None:
         """A session of the call cannot go on."""
-        self._inbox.put_nowait(_Lost(session.epoch, node_id, code, message))
+        self._tell(_Lost(session.epoch, node_id, code, message))
+
+    def _tell(self, message: _Ended | _Lost | _Route) -> bool:
+        """Leaves a message for the task; False where too many wait already."""
+        with contextlib.suppress(asyncio.QueueFull):
+            self._inbox.put_nowait(message)
+            return True
+        return False
 
     # ---------------------------------------------------------------- the task
 
@@ -198,12 +208,11 @@ class Call:
                     message = await self._inbox.get()
             except TimeoutError:
                 raise CallFailed(503, "route_lost", "no other route was found in time") from None
+            if self._fault:
+                raise CallFailed(500, "internal", self._fault)
             if isinstance(message, _Route):
                 await self._take_route(message)
-            elif isinstance(message, _Ended):
-                if message.error:
-                    raise CallFailed(500, "internal", message.error)
-            elif message.epoch == self.epoch and not self._parked:
+            elif isinstance(message, _Lost) and message.epoch == self.epoch and not self._parked:
                 self._park(message)
         output = sum(len(choice.generated) for choice in self._choices)
         self._tell_stages()
@@ -284,11 +293,16 @@ class Call:
         await asyncio.sleep(BLAME_S)
         node_id = error.node_id if isinstance(error, PeerLost) else self.node_id
         notice = _Lost(self.epoch, node_id, error.code, error.message)
+        route: _Route | None = None
         while not self._inbox.empty():
             waiting = self._inbox.get_nowait()
             if isinstance(waiting, _Lost) and waiting.epoch == self.epoch:
                 notice = waiting
+            elif isinstance(waiting, _Route):
+                route = waiting
         self._park(notice)
+        if route is not None:  # the tracker knew of the loss before; it will not name it again
+            self._tell(route)
 
     def _park(self, notice: _Lost) -> None:
         """Raises CallFailed where another route would say the same."""
@@ -387,7 +401,7 @@ class Call:
             if not 0 <= token.token < self._n_vocab:
                 tail = self._ticket.stages[-1].node_id
                 reason = f"the tail sampled token {token.token}, which is not in the vocabulary"
-                self._inbox.put_nowait(_Lost(self.epoch, tail, "bad_step", reason))
+                self._tell(_Lost(self.epoch, tail, "bad_step", reason))
                 return
             if self._request.check:
                 self._take_weight(choice, token)
@@ -405,7 +419,7 @@ class Call:
         check, weight = self._request.check, token.weight
         if not token.HasField("weight"):
             tail = self._ticket.stages[-1].node_id
-            self._inbox.put_nowait(_Lost(self.epoch, tail, "bad_step", "the tail weighs no tokens"))
+            self._tell(_Lost(self.epoch, tail, "bad_step", "the tail weighs no tokens"))
             return
         given = check[len(choice.generated)]
         choice.generated.append(given)
@@ -417,7 +431,7 @@ class Call:
         choice.ended = True
         assert choice.session is not None
         self._stages.discard(choice.session)
-        self._inbox.put_nowait(_Ended())
+        self._tell(_Ended())
 
     def _plan_next(self, choice: _Choice) -> None:
         """Feeds the newest token, unless what takes the session up to it is still to be planned."""
@@ -454,7 +468,7 @@ class Call:
         text = "" if by == "stop_string" else choice.out.flush()
         self.events.put(calls.ChoiceEnd(choice.index, REASONS[by], by, text, token))
         if not self._live():
-            self._inbox.put_nowait(_Ended())
+            self._tell(_Ended())
 
     def _session_spans(self, session: Session) -> Spans:
         prompt, rows = len(self._prompt.tokens), session.shard.info.replay_rows

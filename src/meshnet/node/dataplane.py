@@ -22,6 +22,8 @@ from meshnet.protocol import PROTOCOL_VERSION
 from meshnet.protocol import dataplane_pb2 as pb
 from meshnet.protocol.dataplane_pb2_grpc import DataPlaneServicer, add_DataPlaneServicer_to_server
 
+MAX_RPCS = 1024
+"""Streams of peers, and their questions, at the same time."""
 MAX_OPENING = 256
 """Sessions of one stream that may be opening at the same time."""
 MAX_RESULTS = 4096
@@ -233,6 +235,8 @@ class DataPlane(DataPlaneServicer):  # type: ignore[misc]
 
     async def _probe(self, shard: Shard) -> float:
         """Milliseconds of one decode step through the whole shard. Raises EngineError."""
+        if self._stages.executor.full:
+            raise EngineError("too much waits for the engine of this node")
         slot = self._stages.spare_slot(shard)
         if slot is None:
             load = self._stages.executor.load()
@@ -275,7 +279,8 @@ class DataPlaneServer:
     """The server's sockets and its standard health service."""
 
     def __init__(self, servicer: DataPlane) -> None:
-        self._server = grpc.aio.server(options=[*OPTIONS, ("grpc.so_reuseport", 0)])
+        options = [*OPTIONS, ("grpc.so_reuseport", 0)]
+        self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_RPCS)
         add_DataPlaneServicer_to_server(servicer, self._server)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

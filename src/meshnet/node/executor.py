@@ -36,6 +36,9 @@ from meshnet.node.batching import (
 )
 
 T = TypeVar("T")
+MAX_INBOX = 4096
+"""Messages that may wait for the engine thread; beyond them peers open and probe nothing more. Steps are
+bounded by the credits of sessions, and those by slots."""
 
 
 @dataclass(slots=True)
@@ -114,6 +117,11 @@ class Executor:
     def running(self) -> bool:
         """Whether the thread was started and has not ended."""
         return self._thread.is_alive()
+
+    @property
+    def full(self) -> bool:
+        """Whether so much waits for the thread that peers should not add to it."""
+        return self._inbox.qsize() >= MAX_INBOX
 
     def stop(self) -> None:
         """Ends the thread after what it runs now; what waits is dropped."""

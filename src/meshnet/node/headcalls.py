@@ -186,7 +186,14 @@ class HeadCalls:
         running = self._calls.get(call_id)
         if running is None:
             raise ApiError(404, f"call {call_id} does not run here", code="no_call")
-        running[0].reroute(ticket, reroute.ticket)
+        if not running[0].reroute(ticket, reroute.ticket):
+            raise ApiError(
+                503,
+                f"call {call_id} was told too much at once",
+                type="server_error",
+                code="busy",
+                retry_after=1,
+            )
 
     async def stop(self) -> None:
         """Ends all calls."""

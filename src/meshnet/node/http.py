@@ -8,7 +8,7 @@ import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import uvicorn
@@ -36,12 +36,10 @@ from meshnet.protocol.openai import (
     parse_completion,
 )
 
+T = TypeVar("T")
 MAX_BODY_BYTES = 16 << 20
 MAX_REQUEST_ID = 128
 DEFAULT_MAX_TOKENS = 1024
-QUIET_S = 2.0
-"""A stream on which nothing happened for so long says that it is alive: whoever reads it need not guess
-whether the node is dead or has much to do."""
 
 STOPPED = calls.CallError(503, "shutdown", "the node has ended the call")
 
@@ -94,9 +92,9 @@ class EventResponse(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
 
     async def _take(self) -> list[calls.AnyEvent] | None:
-        """What has happened, nothing at the end; None after QUIET_S without anything."""
+        """What has happened, nothing at the end; None after ALIVE_S without anything."""
         try:
-            async with asyncio.timeout(QUIET_S):
+            async with asyncio.timeout(calls.ALIVE_S):
                 return await self._call.events.take()
         except TimeoutError:
             return None
@@ -180,8 +178,7 @@ class NodeHttp:
     # ---------------------------------------------------------------- for the tracker
 
     async def _start(self, request: Request) -> Response:
-        asked = _read(_decode_call, await _body(request))
-        call = await self._heads.start(asked)
+        call = await self._heads.start(await self._asked(request, _decode_call))
         return EventResponse(
             self._heads,
             call,
@@ -191,13 +188,22 @@ class NodeHttp:
         )
 
     async def _reroute(self, request: Request) -> Response:
-        self._heads.reroute(request.path_params["call_id"], _read(_decode_reroute, await _body(request)))
+        asked = await self._asked(request, _decode_reroute)
+        self._heads.reroute(request.path_params["call_id"], asked)
         return Response(status_code=202)
 
     async def _tokenize(self, request: Request) -> Response:
-        asked = _read(_decode_call, await _body(request))
-        count = calls.TokenCount(await self._heads.tokenize(asked))
+        count = calls.TokenCount(await self._heads.tokenize(await self._asked(request, _decode_call)))
         return Response(_encode(count), media_type="application/json")
+
+    async def _asked(self, request: Request, decode: Callable[[bytes], T]) -> T:
+        """The body of somebody who has a ticket. Raises ApiError; of others nothing is read."""
+        self._heads.admit(_ticket(request))
+        body = await _body(request)
+        try:
+            return decode(body)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ApiError(400, f"The body cannot be read: {error}", code="invalid_json") from error
 
     # ---------------------------------------------------------------- for clients with a ticket
 
@@ -338,7 +344,7 @@ def _guarded(
 
 def _ticket(request: Request) -> str:
     """The ticket in X-Meshnet-Route, or as the bearer. Raises ApiError."""
-    text = request.headers.get("x-meshnet-route", "")
+    text = request.headers.get(calls.TICKET_HEADER, "")
     kind, _, value = request.headers.get("authorization", "").partition(" ")
     if not text and kind.lower() == "bearer":
         text = value.strip()
@@ -362,13 +368,6 @@ async def _body(request: Request) -> bytes:
             raise ApiError(413, f"The body has more than {MAX_BODY_BYTES} bytes.", code="body_too_large")
         parts.append(part)
     return b"".join(parts)
-
-
-def _read(decode: Callable[[bytes], Any], body: bytes) -> Any:
-    try:
-        return decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ApiError(400, f"The body cannot be read: {error}", code="invalid_json") from error
 
 
 class _QuietServer(uvicorn.Server):

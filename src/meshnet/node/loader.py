@@ -42,6 +42,7 @@ class EngineOptions:
     cores: tuple[int, ...] = ()
     device: str = "auto"
     gpu_layers: int = 0
+    repack: bool = False
     n_ctx: int | None = None
     n_slots: int = DEFAULT_SLOTS
     memory: int | None = None
@@ -219,6 +220,7 @@ class Loader:
                 cores=options.cores or None,
                 gpu_layers=options.gpu_layers,
                 device=options.device,
+                repack=options.repack,
                 memory_limit=self._memory(),
                 progress=progress,
                 store=self._store,

@@ -160,6 +160,8 @@ class Stages:
         ticket = self._verify(message.ticket)
         shard = check_open(message, ticket, self.node_id, self.shards)
         parse_session(message.session)
+        if self.executor.full:
+            raise Refused("busy", f"too much waits for the engine of node {self.node_id}")
         if (message.session, message.stage) in self.sessions:
             raise Refused("duplicate", f"session {message.session} is open already")
         session, spans = await self._place(message, ticket, shard, upstream)

@@ -1,9 +1,10 @@
 """What the tracker sends to a head node and what comes back while a call runs.
 
 `POST /internal/calls` takes a `GenerateCall` (JSON) and answers `application/x-meshnet-events`: one JSON
-`Event` per line; an empty line says that the head is alive and nothing has happened.
+`Event` per line; an empty line, sent when nothing has happened for `ALIVE_S`, says that the head is alive.
 `POST /internal/calls/{call_id}/reroute` takes a `Reroute`. Closing the response ends the call on every node.
-Both need the ticket's signature, nothing else authenticates the tracker.
+Both need the ticket's signature, nothing else authenticates the tracker. It stands in `TICKET_HEADER`, too:
+of somebody without one a node reads no body.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from typing import Any
 
 import msgspec
 
+TICKET_HEADER = "x-meshnet-route"
 EVENTS_MEDIA_TYPE = "application/x-meshnet-events"
+ALIVE_S = 2.0
+"""A stream on which nothing happened for so many seconds says that its head is alive: whoever reads it need
+not guess whether the node is dead or has much to do."""
 
 
 class RouteStage(msgspec.Struct, frozen=True, tag=False):

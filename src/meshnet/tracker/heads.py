@@ -101,20 +101,20 @@ class Heads:
 
         `began` is told of the exchange, whose `interrupt` ends the wait for its answer.
         """
-        return HeadStream(await self._post(http_url, "/internal/calls", _encode(call), deadline, began))
+        return HeadStream(await self._post(http_url, "/internal/calls", call, deadline, began))
 
     async def reroute(
         self, http_url: str, call_id: str, reroute: Reroute, deadline: float, began: Began = _nobody
     ) -> None:
         """Gives a running call its new route. Raises HeadError and TimeUp; `began` as above."""
         path = f"/internal/calls/{call_id}/reroute"
-        await self._answer(await self._post(http_url, path, _encode(reroute), deadline, began))
+        await self._answer(await self._post(http_url, path, reroute, deadline, began))
 
     async def tokenize(self, http_url: str, call: GenerateCall) -> int:
         """The exact number of prompt tokens. Raises HeadError (400 for what the model's template refuses)."""
         deadline = asyncio.get_running_loop().time() + ANSWER_S
         try:
-            exchange = await self._post(http_url, "/internal/tokenize", _encode(call), deadline)
+            exchange = await self._post(http_url, "/internal/tokenize", call, deadline)
             body = await self._answer(exchange)
         except TimeUp:
             raise HeadError(0, "deadline", f"it counted no tokens within {ANSWER_S:g} s") from None
@@ -124,12 +124,13 @@ class Heads:
             raise HeadError(0, "bad_event", f"its token count cannot be read: {error}") from error
 
     async def _post(
-        self, http_url: str, path: str, body: bytes, deadline: float, began: Began = _nobody
+        self, http_url: str, path: str, asked: GenerateCall | Reroute, deadline: float, began: Began = _nobody
     ) -> Exchange:
         """An exchange whose answer has begun with a good status."""
+        body, ticket = _encode(asked), asked.ticket
         exchange: Exchange | None = None
         try:
-            exchange = await self._client.post(http_url, path, body)
+            exchange = await self._client.post(http_url, path, body, ticket)
             began(exchange)
             try:
                 status = await exchange.opened(deadline)
@@ -137,7 +138,7 @@ class Heads:
                 # A kept connection that the node has closed meanwhile: nothing came, so ask once more.
                 if not (exchange.used and exchange.silent):
                     raise
-                exchange = await self._client.post(http_url, path, body, fresh=True)
+                exchange = await self._client.post(http_url, path, body, ticket, fresh=True)
                 began(exchange)
                 status = await exchange.opened(deadline)
         except WireError as error:

@@ -28,8 +28,6 @@ from meshnet.tracker.settings import TrackerSettings
 REPAIR_PAUSE_S = 0.05
 BUSY_PAUSE_S = 0.25
 AGAIN_PAUSE_S = 0.5
-MARGIN_S = 2.0
-"""Beyond a node's own deadline: the head is to report a wedged peer before it is blamed itself."""
 FOREVER_S = 1e9
 
 log = structlog.get_logger("meshnet.calls")
@@ -295,7 +293,7 @@ class Run:
         """Reads the head's events until something happens that the state machine decides on."""
         attempt = self.attempt
         assert attempt is not None
-        keepalive_s = self.tracker.settings.keepalive_s
+        keepalive_s, silence_s = self.tracker.settings.keepalive_s, self.tracker.settings.head_silence_s
         clock = asyncio.get_running_loop().time
         tell_at = clock() + keepalive_s
         while True:
@@ -307,7 +305,7 @@ class Run:
                     await self.client.keep_alive("prefill", progress)
                     tell_at, at_most_s = clock() + keepalive_s, keepalive_s
             try:
-                events = await attempt.read(self._patience(), at_most_s)
+                events = await attempt.read(silence_s, at_most_s)
             except Disturbed:
                 decision = self._lost_in_mesh()
                 if decision is not None:
@@ -387,14 +385,6 @@ class Run:
                 return self._refusal(HeadError(final.status, final.code, final.message, final.param))
             case _:
                 raise AssertionError(final)
-
-    def _patience(self) -> float:
-        """Seconds that the head may be silent: longer while it works on the prompt."""
-        settings = self.tracker.settings
-        if self.live.first_token_at is not None and not self.state.repairing:
-            return settings.decode_deadline_s + MARGIN_S
-        rows = max(self.order.prompt_tokens, self.live.prompt_tokens) + self.live.output_tokens
-        return settings.first_event_s + MARGIN_S + 4 * self.seat.prefill_ms(rows) / 1000
 
     def _node_lost(self, node_id: str, code: str, message: str) -> calls.Event:
         if node_id in self.state.nodes:

@@ -136,12 +136,6 @@ class Seat:
         """Gives everything back. Safe to call twice."""
         self.placement.release(self.order.call_id)
 
-    def prefill_ms(self, rows: int) -> float:
-        """What the route's nodes say they need for that many rows, all stages together."""
-        assert self.chosen is not None
-        times = self.chosen.view.times
-        return rows * sum(times[s.node_id].prefill_ms_per_token_layer * s.layers for s in self.chosen.stages)
-
 
 def _layers(stage: Stage) -> range:
     return range(stage.start_layer, stage.end_layer + 1)

@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from meshnet.protocol.calls import ALIVE_S
+
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
@@ -60,9 +62,9 @@ class TrackerSettings(BaseSettings):
     connect_timeout_s: Seconds = 3.0
     """How long a head may take to accept a connection."""
     first_event_s: Seconds = 10.0
-    """How long a head may take to open the whole route, beyond what it measured itself to need."""
-    decode_deadline_s: Seconds = 10.0
-    """The longest that a head may be silent between decode steps."""
+    """How long a head may take to accept a call or a new route."""
+    head_silence_s: Seconds = 3 * ALIVE_S
+    """How long a head that works on a call may send nothing at all: three signs of life."""
     park_s: Seconds = 2.0
     """How long a call that lost a node keeps its head while every substitute is full; then it waits in front
     of the queue for room on a whole route."""

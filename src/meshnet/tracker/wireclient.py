@@ -13,10 +13,13 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from meshnet.protocol.calls import TICKET_HEADER
+
 HIGH_WATER = 64 << 10
 """Bytes read ahead of whoever reads the body; beyond them the peer is held back by TCP."""
 MAX_IDLE = 256
 IDLE_S = 4.0
+_TICKET = TICKET_HEADER.encode("ascii")
 TICK_S = 0.1
 
 
@@ -157,6 +160,11 @@ class Exchange(asyncio.Protocol):
         else:
             self.close()
 
+    def expire(self) -> None:
+        """Ends the wait that is going on, unless what it waits for has come in the same moment."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(TimeUp())
+
     async def _wait(self, deadline: float) -> None:
         if self._interrupt is not None:
             why, self._interrupt = self._interrupt, None
@@ -190,15 +198,17 @@ class WireClient:
         self._timer: asyncio.TimerHandle | None = None
         self._targets: dict[str, tuple[str, int, bytes]] = {}
 
-    async def post(self, base_url: str, path: str, body: bytes, *, fresh: bool = False) -> Exchange:
+    async def post(
+        self, base_url: str, path: str, body: bytes, ticket: str, *, fresh: bool = False
+    ) -> Exchange:
         """Sends a request over a kept connection (unless `fresh`) or a new one. Raises WireError."""
         host, port, host_header = self._target(base_url)
         exchange = None if fresh else self._take((host, port))
         if exchange is None:
             exchange = await self._connect(host, port)
-        head = b"POST %s HTTP/1.1\r\nhost: %s\r\ncontent-type: application/json\r\ncontent-length: " % (
-            path.encode("ascii"),
-            host_header,
+        head = (
+            b"POST %s HTTP/1.1\r\nhost: %s\r\n%s: %s\r\ncontent-type: application/json\r\ncontent-length: "
+            % (path.encode("ascii"), host_header, _TICKET, ticket.encode("ascii"))
         )
         exchange.send(head, body)
         return exchange
@@ -237,7 +247,7 @@ class WireClient:
         loop = asyncio.get_running_loop()
         now = loop.time()
         for exchange in [item for item in self._waiting if item.deadline <= now]:
-            exchange.interrupt(TimeUp())
+            exchange.expire()
         # Without anybody waiting there is nothing to time; the next wait starts it again.
         self._timer = loop.call_later(TICK_S, self._tick) if self._waiting else None
 
