@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from engine.conformance import EngineConformance, reference_tokens
@@ -45,6 +46,14 @@ def load(
     return LlamaEngine.load(model, first, last, cuts=cuts, n_slots=slots, n_ctx=1024, threads=1, store=store)
 
 
+QUICK = {1, 2, 5, 8, 11, 14, 15, 17, 20, 23, 26, 28, 29}
+"""Borders of the quick suite; the others are in `make test-full`."""
+
+
+def some(border: int) -> Any:
+    return pytest.param(border, marks=() if border in QUICK else pytest.mark.full)
+
+
 @pytest.fixture(scope="module")
 def harness(smollm2: ModelFile, store: Store, tokenizer: Tokenizer) -> Iterator[LlamaHarness]:
     long = "".join(LONG.format(1700 + 7 * i, 3 * i * i % 41) for i in range(20))
@@ -67,6 +76,6 @@ def harness(smollm2: ModelFile, store: Store, tokenizer: Tokenizer) -> Iterator[
 class TestLlamaEngine(EngineConformance):
     """SmolLM2 on llama.cpp."""
 
-    @pytest.fixture(params=range(1, 30))
+    @pytest.fixture(params=[some(border) for border in range(1, 30)])
     def border(self, request: pytest.FixtureRequest) -> int:
         return int(request.param)

