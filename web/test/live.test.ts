@@ -58,6 +58,29 @@ describe('the live state', () => {
     expect([...live.calls.values()].every((item) => item.output_tokens === 3)).toBe(true);
   });
 
+  it('lists calls in flight, the oldest first, and ended ones; the list is another only when it must be', () => {
+    const live = new Live();
+    const early = call('early', { accepted_ms: 1, tokens_per_second: 2 });
+    tell(live, 'snapshot', { calls: [call('late', { accepted_ms: 9 }), early], nodes: [], models: [], console: [] });
+    live.flush();
+    const flying = live.flying;
+    const over = live.over;
+    expect([flying, over, live.rate]).toEqual([['early', 'late'], [], 2]);
+    tell(live, 'upsert', { kind: 'call', value: { ...early, output_tokens: 3, tokens_per_second: 4 } });
+    live.flush();
+    expect(live.flying).toBe(flying);
+    expect(live.over).toBe(over);
+    expect(live.rate).toBe(4);
+    tell(live, 'upsert', { kind: 'call', value: { ...early, phase: 'complete', ended_ms: 5 } });
+    live.flush();
+    expect(live.flying).toEqual(['late']);
+    expect(live.over.map(({ id }) => id)).toEqual(['early']);
+    expect(live.rate).toBe(0);
+    tell(live, 'remove', { kind: 'call', id: 'early' });
+    live.flush();
+    expect(live.over).toEqual([]);
+  });
+
   it('bounds the calls it keeps, those in flight last of all', () => {
     const live = new Live();
     tell(live, 'upsert', { kind: 'call', value: call('running', { accepted_ms: 0 }) });

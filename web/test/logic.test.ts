@@ -5,7 +5,7 @@ import type { DaySpending } from '../src/accounts/types';
 import type { Call, MeshNode } from '../src/api/types';
 import { withNames } from '../src/base/nodes.svelte';
 import { bytes, duration, money, parseMoney } from '../src/base/format';
-import { ended, inFlight, NO_FILTER } from '../src/calls/list';
+import { ended, NO_FILTER } from '../src/calls/list';
 import { describe as describeDetail } from '../src/calls/timeline';
 import { matches, NO_CONSOLE_FILTER, rest } from '../src/console/filter';
 import { barsOf, frameOf, routesOf, rowsOf, ticks, xOf } from '../src/mesh/picture';
@@ -41,15 +41,9 @@ describe('addresses', () => {
 describe('the wall', () => {
   const base = { model: 'm', stages: [], output_tokens: 0 };
   const calls: Call[] = [
-    { ...base, id: 'late', phase: 'queued', accepted_ms: 9, key: 'phone' },
-    { ...base, id: 'early', phase: 'generating', accepted_ms: 1, key: 'home' },
     { ...base, id: 'done', phase: 'complete', accepted_ms: 2, ended_ms: 5, key: 'home', reroutes: 1 },
     { ...base, id: 'bad', phase: 'failed', accepted_ms: 3, ended_ms: 8, error: { code: 'route_lost', message: 'attic lost' } },
   ];
-
-  it('has calls in flight in the order of their acceptance', () => {
-    expect(inFlight(calls).map(({ id }) => id)).toEqual(['early', 'late']);
-  });
 
   it('has ended calls, the last first, as the filters let them through', () => {
     expect(ended(calls, NO_FILTER).map(({ id }) => id)).toEqual(['bad', 'done']);

@@ -20,6 +20,12 @@ const CALL_LIMIT = 1000;
 
 export class Live {
   calls = new SvelteMap<string, Call>();
+  /** Calls in flight, the oldest first; another list only when one begins or ends. */
+  flying = $state.raw<readonly string[]>([]);
+  /** Calls that ended, in no order; another list only when one of them changes. */
+  over = $state.raw<readonly Call[]>([]);
+  /** Tokens per second of all calls in flight. */
+  rate = $state(0);
   nodes = new SvelteMap<string, MeshNode>();
   models = new SvelteMap<string, Model>();
   console = $state.raw<ConsoleEvent[]>([]);
@@ -61,6 +67,9 @@ export class Live {
     this.snapshot = null;
     this.changes.clear();
     this.calls.clear();
+    this.flying = [];
+    this.over = [];
+    this.rate = 0;
     this.nodes.clear();
     this.models.clear();
     this.console = [];
@@ -164,6 +173,8 @@ export class Live {
     const gone = new Set<number>();
     let ring: readonly ConsoleEvent[] = this.console;
     let left = limit;
+    let moved = this.snapshot !== null; // a call began, went on or ended
+    let ended = moved;
     if (this.snapshot !== null) {
       replace(this.calls, this.snapshot.calls, (call) => call.id);
       replace(this.nodes, this.snapshot.nodes, (node) => node.node_id);
@@ -177,18 +188,38 @@ export class Live {
       this.changes.delete(key);
       left -= change.kind === 'console' ? 0.2 : 1;
       if ('value' in change) {
-        if (change.kind === 'call') this.calls.set(change.value.id, change.value);
-        else if (change.kind === 'node') this.nodes.set(change.value.node_id, change.value);
+        if (change.kind === 'call') {
+          this.calls.set(change.value.id, change.value);
+          moved = true;
+          ended ||= ENDED.has(change.value.phase);
+        } else if (change.kind === 'node') this.nodes.set(change.value.node_id, change.value);
         else if (change.kind === 'model') this.models.set(change.value.id, change.value);
         else lines.set(change.value.seq, change.value);
-      } else if (change.kind === 'call') this.calls.delete(String(change.id));
-      else if (change.kind === 'node') this.nodes.delete(String(change.id));
+      } else if (change.kind === 'call') {
+        this.calls.delete(String(change.id));
+        moved = ended = true;
+      } else if (change.kind === 'node') this.nodes.delete(String(change.id));
       else if (change.kind === 'model') this.models.delete(String(change.id));
       else gone.add(Number(change.id));
     }
     if (lines.size > 0 || gone.size > 0) this.console = mergeConsole(ring, lines, gone);
     if (this.calls.size > CALL_LIMIT) this.forgetCalls();
+    if (moved) this.sumUp(ended);
     if (this.changes.size > 0) this.schedule();
+  }
+
+  /** What the lists of calls need, once per frame: a reader of `calls` as a whole pays for each change of each. */
+  private sumUp(ended: boolean): void {
+    const flying: Call[] = [];
+    const over: Call[] = [];
+    for (const call of this.calls.values()) (ENDED.has(call.phase) ? over : flying).push(call);
+    flying.sort((a, b) => a.accepted_ms - b.accepted_ms || (a.id < b.id ? -1 : 1));
+    const before = this.flying;
+    if (flying.length !== before.length || flying.some((call, at) => call.id !== before[at])) {
+      this.flying = flying.map((call) => call.id);
+    }
+    if (ended) this.over = over;
+    this.rate = flying.reduce((sum, call) => sum + (call.tokens_per_second ?? 0), 0);
   }
 
   private forgetCalls(): void {

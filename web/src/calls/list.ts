@@ -1,6 +1,6 @@
 // Which calls stand where on the wall.
 
-import { ENDED, type Call } from '../api/types';
+import type { Call } from '../api/types';
 
 export interface CallFilter {
   text: string;
@@ -11,19 +11,11 @@ export interface CallFilter {
 
 export const NO_FILTER: CallFilter = { text: '', outcome: '', model: '', key: '' };
 
-/** Calls in flight, the oldest first, so that rows do not move while they are read. */
-export function inFlight(calls: Iterable<Call>): Call[] {
-  return [...calls]
-    .filter((call) => !ENDED.has(call.phase))
-    .sort((a, b) => a.accepted_ms - b.accepted_ms || (a.id < b.id ? -1 : 1));
-}
-
 /** Ended calls that the filter lets through, the last ended first. */
 export function ended(calls: Iterable<Call>, filter: CallFilter): Call[] {
   const text = filter.text.trim().toLowerCase();
   return [...calls]
     .filter((call) => {
-      if (!ENDED.has(call.phase)) return false;
       if (filter.model !== '' && call.model !== filter.model) return false;
       if (filter.key !== '' && call.key !== filter.key) return false;
       if (filter.outcome === 'rerouted' ? !call.reroutes : filter.outcome !== '' && call.phase !== filter.outcome) return false;
