@@ -219,7 +219,7 @@ async def test_while_the_database_is_away_nothing_is_lost_that_was_settled(kit: 
     write = kit.books.storage.write
     attempts = 0
 
-    async def away(function: Any, *, durable: bool = True) -> Any:
+    async def away(function: Any, *, durable: bool = True, prepared: bool = False) -> Any:
         nonlocal attempts
         attempts += 1
         if attempts <= 3:
@@ -240,7 +240,7 @@ async def test_a_settlement_that_could_not_be_written_is_written_later(
     await kit.reserve("c1")
     write = kit.books.storage.write
 
-    async def away(function: Any, *, durable: bool = True) -> Any:
+    async def away(function: Any, *, durable: bool = True, prepared: bool = False) -> Any:
         raise BooksUnavailable("away")
 
     kit.books.storage.write = away  # type: ignore[method-assign]

@@ -20,8 +20,9 @@ import asyncio
 import os
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
@@ -135,26 +136,30 @@ class Storage:
                     code="missing_driver",
                 ) from error
 
-    async def write(self, function: Callable[[Connection], T], *, durable: bool = True) -> T:
+    async def write(
+        self, function: Callable[[Connection], T], *, durable: bool = True, prepared: bool = False
+    ) -> T:
         """Runs `function` in one write transaction and returns what it returns, once that is committed.
 
-        `durable=False` skips the wait for the disk. An error rolls back. A caller that is cancelled does not
-        know whether the transaction was committed, only that it was as a whole or not at all.
+        `durable=False` skips the wait for the disk. `prepared` says that all its statements are of the class
+        Prepared: on SQLite the transaction, too, is then the driver's alone. An error rolls back. A caller
+        that is cancelled does not know whether the transaction was committed, only that it was as a whole or
+        not at all.
         """
         if self.kind == "sqlite":
             assert self._thread is not None
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._thread, self._write_sqlite, function, durable)
+            return await loop.run_in_executor(self._thread, self._write_sqlite, function, durable, prepared)
         return await self._write_postgresql(function, durable)
 
-    def _write_sqlite(self, function: Callable[[Connection], T], durable: bool) -> T:
+    def _write_sqlite(self, function: Callable[[Connection], T], durable: bool, prepared: bool) -> T:
         try:
             if self._connection is None:
                 assert self._writer is not None
                 self._connection = self._writer.connect()
             connection = self._connection
             _set_synchronous(connection, "FULL" if durable else "NORMAL")
-            with connection.begin():
+            with _driven(connection) if prepared else connection.begin():
                 return function(connection)
         except (DBAPIError, sqlite3.Error) as error:
             raise _translated(error) from error
@@ -274,6 +279,20 @@ def _prepare_sqlite(engine: Engine, begin: str) -> None:
     @event.listens_for(engine, "begin")
     def begin_transaction(connection: Connection) -> None:
         connection.exec_driver_sql(begin)
+
+
+@contextmanager
+def _driven(connection: Connection) -> Iterator[None]:
+    """A write transaction that SQLAlchemy does not see."""
+    driver: Any = connection.connection.driver_connection
+    driver.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        driver.execute("COMMIT")
+    except BaseException:
+        if driver.in_transaction:
+            driver.execute("ROLLBACK")
+        raise
 
 
 def _set_synchronous(connection: Connection, mode: Literal["FULL", "NORMAL"]) -> None:

@@ -144,7 +144,7 @@ class Writer:
         while True:
             transaction = partial(carry_out, commands=commands, now=self._clock())
             try:
-                answers = iter(await self._storage.write(transaction, durable=durable))
+                answers = iter(await self._storage.write(transaction, durable=durable, prepared=True))
                 return [None if item.command is None else next(answers) for item in batch]
             except BooksUnavailable:
                 if loop.time() >= give_up or self._closing:
