@@ -92,7 +92,8 @@ export interface MeshNode {
   memory_limit_bytes?: number;
   numerics_class?: string;
   versions?: { meshnet?: string; engine?: string };
-  trust?: string | number;
+  /** 0 to 1. */
+  trust?: number;
   served_requests?: number;
   failed_requests?: number;
   joined_ms?: number;
