@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from meshnet.node.ring import DEFAULT_BYTES
 from meshnet.protocol.invitation import InvitationError, parse_link
 
 SWITCH_S = 0.0001
+SIZE = re.compile(r"^(?:(\d+(?:\.\d+)?)([kmgt]?)(i?)b?)?$")
 MOST = 65_535
 """No machine has more CPUs, no model more layers."""
 
@@ -62,6 +64,9 @@ def node(
     ] = 0,
     entry: Annotated[str, typer.Option(help="Further layers at which sessions may start: 10,20.")] = "",
     data: Annotated[Path | None, typer.Option(help="Folder for the node's id and credential.")] = None,
+    download_limit: Annotated[
+        str, typer.Option(help="Bytes per second that fetched weights may take: 5MB, 500KiB.")
+    ] = "",
     link_dtype: Annotated[str, typer.Option(help="Hidden states to other nodes: f32 or f16.")] = "f32",
     max_gap: Annotated[
         float, typer.Option(min=1, help="Milliseconds that a prompt may keep running streams waiting.")
@@ -126,6 +131,7 @@ def node(
         data=data,
         retry=not no_retry,
         link_dtype=link_dtype,
+        download_limit=_size("download-limit", download_limit),
         max_gap_ms=max_gap,
     )
     # With --json stdout belongs to the one line.
@@ -193,6 +199,16 @@ def _spans(numbers: list[int]) -> str:
         else:
             spans.append([number])
     return ",".join("-".join(map(str, span)) for span in spans)
+
+
+def _size(flag: str, text: str) -> float:
+    """`"5MB"` -> 5e6; nothing -> 0."""
+    match = SIZE.match(text.strip().lower().removesuffix("/s"))
+    if match is None or (match[1] and not float(match[1])):
+        _complain(f"--{flag} is {text!r}; write it like 5MB or 500KiB")
+        raise typer.Exit(2)
+    unit = 1024 if match[3] else 1000
+    return float(match[1] or 0) * float(unit ** " kmgt".index(match[2] or " "))
 
 
 def _complain(text: str) -> None:

@@ -165,19 +165,6 @@ class EngineInfo:
 
 
 @dataclass(frozen=True)
-class MemoryNeed:
-    """Bytes that a shard will take, told before it is loaded."""
-
-    weights: int
-    kv: int
-    compute: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.kv + self.compute
-
-
-@dataclass(frozen=True)
 class SelfTest:
     """Measured when a shard is loaded: milliseconds of compute, no links."""
 

@@ -129,7 +129,8 @@ class LlamaEngine:
         if n_ctx < 1 or max_rows < 1:
             raise EngineError(f"context is {n_ctx} and rows per call {max_rows}; both must be at least 1")
         borders = segment_borders(model, first, last, cuts)
-        whole = (first, last) == (0, model.n_layers - 1) and len(borders) == 1 and model.shard_range is None
+        everything = (first, last) == (0, model.n_layers - 1) and len(borders) == 1
+        whole = everything and model.shard_range is None and model.is_local
         if not whole and (reason := refusal(model.arch)):
             raise EngineError(reason)
         need = memory_need(model, first, last, n_slots=n_slots, n_ctx=n_ctx, max_rows=max_rows)
@@ -203,6 +204,11 @@ class LlamaEngine:
     @property
     def info(self) -> EngineInfo:
         return self._info
+
+    @property
+    def files(self) -> tuple[tuple[int, int, Path], ...]:
+        """First layer, last layer and file of each segment."""
+        return tuple((segment.first, segment.last, segment.path) for segment in self._segments)
 
     @property
     def vocabulary(self) -> int:

@@ -22,9 +22,7 @@ from meshnet.engine.library import Library, forget_messages, last_messages, list
 from meshnet.engine.numerics import EXACT_ROWS
 from meshnet.engine.tap import Tap
 from meshnet.models.gguf import ModelFile
-
-MAX_OUTPUTS = 64
-"""Rows of one call that can give logits: the room for them is taken when a context is made."""
+from meshnet.models.memory import LOGIT_ROWS
 
 PARTIAL_STATE = 1
 """LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: the recurrent part of a sequence's state."""
@@ -136,7 +134,7 @@ class Segment:
         params.n_seq_max = options.n_slots
         params.n_threads = params.n_threads_batch = options.threads
         if self.is_tail:
-            params.n_outputs_max = MAX_OUTPUTS
+            params.n_outputs_max = LOGIT_ROWS
         params.flash_attn_type = 1
         params.kv_unified = False
         self._tap = Tap(self._api, options.max_rows, self.n_embd, native=options.native_tap)
@@ -255,8 +253,8 @@ class Segment:
                 if part.wanted:
                     flags[end - part.wanted : end] = 1
             total = end
-        if self.is_tail and np.count_nonzero(flags[:total]) > MAX_OUTPUTS:
-            raise EngineError(f"logits of more than {MAX_OUTPUTS} rows in one call; ask for fewer")
+        if self.is_tail and np.count_nonzero(flags[:total]) > LOGIT_ROWS:
+            raise EngineError(f"logits of more than {LOGIT_ROWS} rows in one call; ask for fewer")
         if self.is_head and not self.is_tail:
             # With `embeddings` all rows come through the last layer and no logits are copied, but a hybrid
             # memory then splits the batch by slot.

@@ -137,6 +137,14 @@ def with_fingerprint(model: ModelFile, found: Fingerprint) -> ModelFile:
     return dataclasses.replace(model, fingerprint=found.value, tensor_hashes=hashes)
 
 
+def with_known(model: ModelFile, cache: Path) -> ModelFile:
+    """The same model, knowing its fingerprint if `cache` does; nothing is read."""
+    known = _load(cache / f"{_cache_name(model)}.json")
+    if known is None or known.stamps != [_stamp(_local(file.path)) for file in model.files]:
+        return model
+    return with_fingerprint(model, Fingerprint(known.value, known.tensor_hashes))
+
+
 def _local(path: Path | None) -> Path:
     if path is None:
         raise ModelError("the model's file is not on this machine, so it cannot be hashed here")

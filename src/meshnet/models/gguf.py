@@ -109,6 +109,11 @@ class ModelFile:
         return path
 
     @property
+    def is_local(self) -> bool:
+        """Whether the files are on this machine, rather than described by a manifest."""
+        return all(file.path is not None for file in self.files)
+
+    @property
     def n_bytes(self) -> int:
         """Size of all files together."""
         return sum(file.n_bytes for file in self.files)

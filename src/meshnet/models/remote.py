@@ -118,13 +118,15 @@ async def fetch_slice(
     limit: RateLimit | None = None,
     attempts: int = ATTEMPTS,
     sleep: Sleep = asyncio.sleep,
+    blame: Callable[[Piece], None] | None = None,
 ) -> Path:
     """Put the slice of `plan` at `out`, its bytes from `source`, each tensor checked against its sha256.
 
     The plan's model must know its fingerprint and tensor hashes, which are checked against each other; that
     the fingerprint is the wanted one is the caller's to check. After a SourceCut it tries again from where it
     was, until `attempts` in a row brought nothing; a tensor with a wrong hash is fetched once more. What is
-    verified stays for the next call. Raises FetchFailed, HashMismatch, or what the source raises.
+    verified stays for the next call. `blame` is told of a tensor whose hash was wrong before it is fetched
+    again. Raises FetchFailed, HashMismatch, or what the source raises.
     """
     await asyncio.to_thread(verify, plan.model)
     hashes = dict(plan.model.tensor_hashes)
@@ -134,6 +136,8 @@ async def fetch_slice(
         try:
             for run in _runs([piece for piece in plan.pieces if piece.source_name not in fetch.done]):
                 for piece in await fetch.run(run):
+                    if blame is not None:
+                        blame(piece)
                     await fetch.again(piece)
         finally:
             await asyncio.to_thread(fetch.close)

@@ -19,7 +19,7 @@ import msgspec
 
 from meshnet.models.errors import ModelError, ModelNotFound
 from meshnet.models.files import write_atomically
-from meshnet.models.fingerprint import Fingerprint, Progress, fingerprint, with_fingerprint
+from meshnet.models.fingerprint import Fingerprint, Progress, fingerprint, with_fingerprint, with_known
 from meshnet.models.gguf import ModelFile
 from meshnet.models.locks import FileLock
 from meshnet.models.pulls import PACKAGED, hub_files, local_file, pull_hub, pull_packaged
@@ -120,6 +120,24 @@ class Store:
             return model
         return with_fingerprint(model, self.fingerprint(model, progress=progress))
 
+    def with_fingerprint(self, fingerprint: str, model_id: str = "") -> ModelFile | None:
+        """The model of that fingerprint, if its file is here. Only that of `model_id` is read to find out;
+        others count where their hashes are known."""
+        for known in self.ls():
+            if not known.path.is_file():
+                continue
+            try:
+                model = ModelFile.open(known.path)
+                if known.id == model_id:
+                    model = self.identified(model)
+                else:
+                    model = with_known(model, self.root / "fingerprints")
+            except ModelError:
+                continue
+            if model.fingerprint == fingerprint and model.shard_range is None:
+                return model
+        return None
+
     # slices
 
     def shard(self, model: ModelFile, first: int, last: int, *, progress: Progress | None = None) -> Path:
@@ -129,7 +147,8 @@ class Store:
         `ShardCache.make` raise.
         """
         check_range(model, first, last)
-        if (first, last) == (0, model.n_layers - 1) and model.shard_range is None:
+        whole = (first, last) == (0, model.n_layers - 1) and model.shard_range is None
+        if whole and model.is_local:
             return model.path
         model = self.identified(model)
         found = self.cache.find(model.fingerprint, first, last)

@@ -19,6 +19,8 @@ import msgspec
 import psutil
 import structlog
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from starlette.requests import Request
+from starlette.responses import Response
 
 from meshnet import __version__
 from meshnet.engine.base import EngineError
@@ -27,9 +29,12 @@ from meshnet.engine.library import load_library
 from meshnet.engine.numerics import numerics_class
 from meshnet.listening import check_free, listen
 from meshnet.models.errors import ModelError
+from meshnet.models.remote import RateLimit
+from meshnet.models.serving import weight_routes
 from meshnet.models.store import Store
 from meshnet.node.batching import Policy
 from meshnet.node.dataplane import DataPlane, DataPlaneServer
+from meshnet.node.fetching import Fetcher, WeightSources
 from meshnet.node.headcalls import HeadCalls
 from meshnet.node.http import HttpServer, NodeHttp
 from meshnet.node.identity import Identity, IdentityError, Keeper, default_folder
@@ -40,11 +45,14 @@ from meshnet.node.measure import LinkMeasurer
 from meshnet.node.membership import JoinFailed, Membership
 from meshnet.node.metrics import Metrics
 from meshnet.node.ring import SentRing
+from meshnet.node.sessions import Refused
+from meshnet.node.speed import read_bytes_per_s
 from meshnet.node.stages import Stages
 from meshnet.node.verify import Verifier
 from meshnet.process import watch_parent
 from meshnet.protocol import PROTOCOL_VERSION
 from meshnet.protocol import membership_pb2 as pb
+from meshnet.protocol.passes import PASS_HEADER
 
 PROBED_FIRST_S = 15.0
 """A node waits so long for the tracker's probe before it calls itself ready."""
@@ -83,6 +91,8 @@ class NodeOptions:
     data: Path | None = None
     retry: bool = True
     link_dtype: str = "f32"
+    download_limit: float = 0.0
+    """Bytes per second that weights may take of the line; 0: all of it."""
     max_gap_ms: float = Policy().max_gap_ms
 
 
@@ -108,13 +118,21 @@ class Node:
             policy=Policy(options.max_gap_ms),
             link_dtype=lambda node_id: self._link_dtypes.get(node_id, options.link_dtype),
         )
-        self.loader = Loader(self.stages, store, options.engine, self._announce)
+        limit = RateLimit(options.download_limit) if options.download_limit else None
+        self._fetcher = Fetcher(store, limit=limit)
+        self.loader = Loader(self.stages, store, options.engine, self._announce, self._fetcher)
         self.heads = HeadCalls(self.stages, self._verifier.verify, self.loader.head_model)
         self._plane = DataPlane(self.node_id, lambda: self._verifier.mesh_id, self.stages, self.heads)
         self._grpc = DataPlaneServer(self._plane)
         metrics = Metrics(self.stages, self._links, lambda: len(self.heads))
         self._http_app = NodeHttp(
-            self.node_id, self.stages, self.heads, metrics, self.loader.head_model, lambda: self.ready
+            self.node_id,
+            self.stages,
+            self.heads,
+            metrics,
+            self.loader.head_model,
+            lambda: self.ready,
+            weight_routes(self.loader.shelved, self._refuse_weights),
         ).app()
         self._http: HttpServer | None = None
         self.http_port = 0
@@ -123,7 +141,8 @@ class Node:
             options.tracker, self, others=keeper.identity.trackers, retry=options.retry
         )
         self._directives: asyncio.Queue[pb.Directive] = asyncio.Queue(256)
-        self._drained_by_tracker = False
+        self._loads: dict[int, asyncio.Task[None]] = {}
+        self._read_bytes_per_s = 0.0
         self._hurry = asyncio.Event()
         self._serving: set[str] = set()
         self._served = asyncio.Event()
@@ -179,6 +198,9 @@ class Node:
             self._hardware = hardware_name(chosen)
             self._device = chosen.names[0] if chosen.names else "cpu"
             if not options.model:
+                engine = options.engine
+                threads = engine.threads or len(engine.cores) or usable_cores()
+                self._read_bytes_per_s = await in_thread(lambda: read_bytes_per_s(threads, engine.cores))
                 return []
             stored = await in_thread(lambda: self._store.pull(options.model))
             model = await in_thread(lambda: self._store.open(stored.id))
@@ -248,6 +270,9 @@ class Node:
         await self._membership.leave("stopped")
 
     async def _shut_down(self) -> None:
+        for loading in self._loads.values():
+            loading.cancel()
+        await asyncio.gather(*self._loads.values(), return_exceptions=True)
         await self.heads.stop()
         for session in list(self.stages.sessions.values()):
             session.upstream.lost(session, self.node_id, "closed", "the node stops")
@@ -349,6 +374,10 @@ class Node:
             memory_free_bytes=available_memory(),
             boot_id=self._boot_id,
             placement_wanted=not self.options.model,
+            n_slots=self.options.engine.n_slots,
+            n_ctx=self.options.engine.n_ctx or 0,
+            reserved_bytes=self.options.engine.replay_buffer,
+            read_bytes_per_s=self._read_bytes_per_s,
         )
 
     def heartbeat(self) -> pb.Heartbeat:
@@ -366,7 +395,9 @@ class Node:
             unix_ms=int(time.time() * 1000),
             on_battery=on_battery(),
         )
-        for shard in stages.shards:
+        # While a shard makes way for another one of the same layers, the new one stands in front.
+        current = {(s.model, s.info.first, s.info.last): s for s in reversed(stages.shards)}
+        for shard in current.values():
             held = sorted({s.call_id for s in stages.sessions.values() if s.shard is shard})
             beat.shards.append(
                 pb.ShardHealth(
@@ -457,7 +488,8 @@ class Node:
                 log.warning("directive failed", kind=directive.WhichOneof("kind"), reason=str(error))
                 self._done(directive, str(error))
             else:
-                self._done(directive, "")
+                if directive.WhichOneof("kind") != "load":  # that one answers when it is loaded
+                    self._done(directive, "")
 
     async def _carry_out(self, directive: pb.Directive) -> None:
         kind = directive.WhichOneof("kind")
@@ -470,23 +502,62 @@ class Node:
                 raise LoadError(
                     f"no shard {asked.start_layer}-{asked.end_layer} of {asked.model} is loaded here"
                 )
+            loading = self._loads.get(id(holding))
+            if loading is not None:
+                loading.cancel()
+                await asyncio.wait({loading})
             await self.loader.unload(holding)
         elif kind == "load":
-            await self._load(directive.load)
+            await self._load(directive)
         else:
             raise LoadError(f"this version does not know the directive {kind!r}")
 
-    async def _load(self, asked: pb.LoadShard) -> None:
-        stored = await in_thread(lambda: self._store.pull(asked.model))
-        model = await in_thread(lambda: self._store.identified(self._store.open(stored.id)))
-        if asked.fingerprint and model.fingerprint != asked.fingerprint:
-            raise LoadError(f"the file of {asked.model} here is another one than the mesh's")
+    async def _load(self, directive: pb.Directive) -> None:
+        """Takes a shard on; its bytes may be long on their way, so that other directives go on meanwhile."""
+        asked = directive.load
+        sources = WeightSources(tuple(map(self._base, asked.sources)), tuple(asked.files), asked.weights_pass)
+        fingerprint = asked.fingerprint
+        model = await in_thread(lambda: self._store.with_fingerprint(fingerprint, asked.model.lower()))
+        if model is None:
+            model = await self._fetcher.describe(fingerprint, sources)
         parse_layers(f"{asked.start_layer}-{asked.end_layer}", model.n_layers)
         self.loader.check(model, [(asked.start_layer, asked.end_layer)])
         holding = self.loader.add(
-            asked.model.lower(), model, asked.start_layer, asked.end_layer, list(asked.cuts), stored.aliases
+            asked.model.lower(),
+            model,
+            asked.start_layer,
+            asked.end_layer,
+            list(asked.cuts),
+            list(asked.aliases),
+            sources,
         )
-        await self.loader.load(holding)
+        task = asyncio.create_task(self._finish_load(directive, holding), name="load")
+        self._loads[id(holding)] = task
+        task.add_done_callback(lambda _: self._loads.pop(id(holding), None))
+
+    async def _finish_load(self, directive: pb.Directive, holding: Holding) -> None:
+        try:
+            await self.loader.load(holding)
+        except LoadError as error:
+            log.warning("directive failed", kind="load", reason=str(error))
+            self.loader.drop(holding)
+            self._done(directive, str(error))
+        except asyncio.CancelledError:
+            self.loader.drop(holding)
+            raise
+        else:
+            self._done(directive, "")
+
+    def _base(self, source: str) -> str:
+        """The base URL of a source; "/" is the tracker that this node is a member at."""
+        return (self._membership.tracker if source == "/" else source).rstrip("/")
+
+    def _refuse_weights(self, request: Request, fingerprint: str) -> Response | None:
+        try:
+            self._verifier.check_pass(request.headers.get(PASS_HEADER, ""), fingerprint)
+        except Refused as refused:
+            return Response(refused.message, 401, media_type="text/plain")
+        return None
 
     def _done(self, directive: pb.Directive, error: str) -> None:
         result = pb.DirectiveResult(id=directive.id, ok=not error, error=error)

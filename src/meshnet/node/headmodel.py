@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -31,11 +32,14 @@ from meshnet.protocol.tools import ToolFormat, detect_tool_format
 class HeadModel:
     """Immutable once made; `prompt` may run on any thread."""
 
-    def __init__(self, model_id: str, model: ModelFile, aliases: Iterable[str] = ()) -> None:
+    def __init__(
+        self, model_id: str, model: ModelFile, aliases: Iterable[str] = (), *, file: Path | None = None
+    ) -> None:
+        """`file` holds the vocabulary: a head's, where the whole model is not on this machine."""
         self.model_id = model_id
         self.names = frozenset((model_id, *aliases))
         self.model = model
-        self.tokenizer = Tokenizer(model.path)
+        self.tokenizer = Tokenizer(file or model.path)
         source = model.chat_template
         self._template = None if source is None else ChatTemplate(source, self.tokenizer)
         self.tool_format: ToolFormat | None = detect_tool_format(source) if source else None

@@ -7,7 +7,7 @@ import contextlib
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -143,13 +143,16 @@ class NodeHttp:
         metrics: Metrics,
         model_of: Callable[[Shard], HeadModel],
         ready: Callable[[], bool],
+        more: Sequence[Route] = (),
     ) -> None:
+        """`more` are routes that are served beside these."""
         self._node_id = node_id
         self._stages = stages
         self._heads = heads
         self._metrics = metrics
         self._model_of = model_of
         self._ready = ready
+        self._more = list(more)
         self._since = int(time.time())
 
     def app(self) -> Starlette:
@@ -163,6 +166,7 @@ class NodeHttp:
             Route("/v1/models/{model}", _guarded(self._one_model)),
             Route("/v1/chat/completions", _guarded(self._chat), methods=["POST"]),
             Route("/v1/completions", _guarded(self._complete), methods=["POST"]),
+            *self._more,
         ]
         return Starlette(routes=routes, exception_handlers={HTTPException: _not_here})
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -15,9 +16,14 @@ import structlog
 from meshnet.engine.base import EngineError, SelfTest
 from meshnet.engine.llama import LlamaEngine
 from meshnet.engine.memory import check_memory, memory_need
+from meshnet.engine.shards import segment_borders
 from meshnet.models.errors import ModelError
 from meshnet.models.gguf import ModelFile
+from meshnet.models.origins import Origin, spans_of
+from meshnet.models.serving import Shelved
+from meshnet.models.sources import LocalSource, SliceSource
 from meshnet.models.store import Store
+from meshnet.node.fetching import Fetcher, Fetching, Slice, WeightSources
 from meshnet.node.headmodel import HeadModel
 from meshnet.node.health import capacity_score
 from meshnet.node.limits import available_memory, usable_cores
@@ -29,6 +35,10 @@ from meshnet.protocol import membership_pb2 as pb
 DEFAULT_SLOTS = 16
 DEFAULT_CTX = 4096
 DRAIN_POLL_S = 0.05
+TELL_S = 0.5
+"""Between reports of how far a fetch is."""
+FETCH_PART = 0.9
+"""Of a shard's progress, where its bytes have to be fetched."""
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -69,6 +79,11 @@ class Holding:
     shard: Shard | None = None
     wanted: frozenset[int] = field(default_factory=frozenset)
     """Cuts to load with next."""
+    sources: WeightSources = field(default_factory=WeightSources)
+    """Where its bytes come from when the model's file is not on this machine."""
+    slices: list[Slice] = field(default_factory=list)
+    """Then: what was brought, held in the store."""
+    fetching: Fetching | None = None
 
 
 class LoadError(Exception):
@@ -104,11 +119,18 @@ class Loader:
     """All shards of a node. `changed` is called when what is announced has changed."""
 
     def __init__(
-        self, stages: Stages, store: Store, options: EngineOptions, changed: Callable[[], None]
+        self,
+        stages: Stages,
+        store: Store,
+        options: EngineOptions,
+        changed: Callable[[], None],
+        fetcher: Fetcher | None = None,
     ) -> None:
         self.holdings: list[Holding] = []
         self._stages = stages
         self._store = store
+        self._fetcher = fetcher or Fetcher(store)
+        self._shelved: dict[str, tuple[tuple[Slice, ...], Shelved]] = {}
         self._options = options
         self._changed = changed
         self._numbers = itertools.count()
@@ -118,8 +140,8 @@ class Loader:
     # ---------------------------------------------------------------- what is to be held
 
     def check(self, model: ModelFile, ranges: Sequence[tuple[int, int]]) -> None:
-        """Raises LoadError when the shards together do not fit the memory."""
-        left = self._memory()
+        """Raises LoadError when the shards do not fit the memory together, beside what is loaded."""
+        left = self._memory_left()
         for first, last in ranges:
             need = memory_need(
                 model, first, last, n_slots=self._options.n_slots, n_ctx=self._options.context(model)
@@ -132,10 +154,17 @@ class Loader:
             left -= need.total
 
     def _memory(self) -> int:
-        """Bytes that shards may take."""
+        """Bytes that shards may take, beside those that are loaded where the system tells what is free."""
         options = self._options
         have = options.memory if options.memory is not None else available_memory()
         return max(have - options.replay_buffer, 0)
+
+    def _memory_left(self) -> int:
+        """Bytes that further shards may take."""
+        if self._options.memory is None:
+            return self._memory()
+        taken = sum(shard.info.memory_bytes for shard in self._stages.shards)
+        return max(self._memory() - taken, 0)
 
     def add(
         self,
@@ -145,10 +174,20 @@ class Loader:
         last: int,
         cuts: Sequence[int],
         aliases: Sequence[str] = (),
+        sources: WeightSources | None = None,
     ) -> Holding:
         """Takes a shard on; `load` loads it. `model` must know its fingerprint."""
         inside = frozenset(cut for cut in cuts if first < cut <= last)
-        holding = Holding(model_id, model, first, last, inside, aliases=tuple(aliases), wanted=inside)
+        holding = Holding(
+            model_id,
+            model,
+            first,
+            last,
+            inside,
+            aliases=tuple(aliases),
+            wanted=inside,
+            sources=sources or WeightSources(),
+        )
         self.holdings.append(holding)
         return holding
 
@@ -165,24 +204,68 @@ class Loader:
     # ---------------------------------------------------------------- loading
 
     async def load(self, holding: Holding) -> None:
-        """Loads a shard, measures it and announces it. Raises LoadError."""
-        async with self._lock:
-            await self._load(holding)
-
-    async def _load(self, holding: Holding) -> None:
+        """Brings a shard's bytes where they are not here, loads it, measures it and announces it. Raises
+        LoadError."""
         holding.state, holding.progress, holding.error = "loading", 0.0, ""
-        holding.cuts = holding.wanted
         self._changed()
         try:
-            shard, model = await self._make(holding)
+            slices = await self._bring(holding)
+            async with self._lock:
+                if holding.wanted != holding.cuts:
+                    self._fetcher.release(slices)
+                    slices = await self._bring(holding)
+                shard, model = await self._make_of(slices, holding, self._memory_left())
         except (EngineError, ModelError, OSError) as error:
             holding.state, holding.error = "failed", str(error)
             self._changed()
             raise LoadError(str(error)) from error
+        self._install(holding, shard, model, slices)
+
+    async def _bring(self, holding: Holding) -> list[Slice]:
+        """The slices that the shard is loaded from, with the cuts that are wanted now."""
+        holding.cuts = holding.wanted
+        if holding.model.is_local:
+            return []
+        model = holding.model
+        borders = segment_borders(model, holding.first, holding.last, sorted(holding.cuts))
+        told = 0.0
+
+        def report(fetching: Fetching) -> None:
+            nonlocal told
+            now = time.monotonic()
+            if now - told >= TELL_S or fetching.done >= fetching.total:
+                told = now
+                self._fetched(holding, fetching)
+
+        try:
+            own = self._origins(model.fingerprint)
+            return await self._fetcher.bring(model, borders, holding.sources, own, report)
+        finally:
+            holding.fetching = None
+
+    def _fetched(self, holding: Holding, fetching: Fetching) -> None:
+        holding.fetching = fetching
+        holding.progress = FETCH_PART * fetching.done / max(fetching.total, 1)
+        log.info(
+            "fetching",
+            model=holding.model_id,
+            layers=f"{holding.first}-{holding.last}",
+            done_mb=round(fetching.done / 1e6, 1),
+            total_mb=round(fetching.total / 1e6, 1),
+            mb_per_s=round(fetching.bytes_per_s / 1e6, 1),
+            source=fetching.source,
+        )
+        self._changed()
+
+    def _install(self, holding: Holding, shard: Shard, model: HeadModel | None, slices: list[Slice]) -> None:
+        """The shard runs what comes from now on."""
         if model is not None:
             self._models[shard.number] = model
+        before, holding.slices = holding.slices, slices
+        self._fetcher.release(before)
         holding.shard, holding.state, holding.progress = shard, "ready", 1.0
-        self._stages.shards.append(shard)
+        # In front: of two shards with the same layers the new one takes what comes.
+        self._stages.shards.insert(0, shard)
         self._stages.state.seed(shard)
         self._changed()
         log.info(
@@ -197,7 +280,17 @@ class Loader:
             threads=shard.engine.describe().get("threads"),
         )
 
-    async def _make(self, holding: Holding) -> tuple[Shard, HeadModel | None]:
+    async def _make_of(
+        self, slices: list[Slice], holding: Holding, memory: int
+    ) -> tuple[Shard, HeadModel | None]:
+        try:
+            return await self._make(holding, memory)
+        except BaseException:
+            self._fetcher.release(slices)
+            raise
+
+    async def _make(self, holding: Holding, memory: int) -> tuple[Shard, HeadModel | None]:
+        """Loads and measures. Raises EngineError and ModelError."""
         options, loop = self._options, asyncio.get_running_loop()
         last_told = -1.0
 
@@ -221,7 +314,7 @@ class Loader:
                 gpu_layers=options.gpu_layers,
                 device=options.device,
                 repack=options.repack,
-                memory_limit=self._memory(),
+                memory_limit=memory,
                 progress=progress,
                 store=self._store,
             )
@@ -232,11 +325,14 @@ class Loader:
         shard = Shard(next(self._numbers), holding.model_id, engine, test)
         model = None
         if shard.info.is_head:
-            model = await in_thread(lambda: HeadModel(holding.model_id, holding.model, holding.aliases))
+            file = None if holding.model.is_local else engine.files[0][2]
+            model = await in_thread(
+                lambda: HeadModel(holding.model_id, holding.model, holding.aliases, file=file)
+            )
         return shard, model
 
     def _progressed(self, holding: Holding, fraction: float) -> None:
-        holding.progress = fraction
+        holding.progress = fraction if holding.model.is_local else FETCH_PART + (1 - FETCH_PART) * fraction
         log.info(
             "loading",
             model=holding.model_id,
@@ -257,33 +353,100 @@ class Loader:
             holding.wanted = holding.cuts | inside
             if holding.wanted != holding.cuts and holding.shard is not None:
                 async with self._lock:
-                    await self._retire(holding)
-                    await self._load(holding)
+                    await self._reload(holding)
+
+    async def _reload(self, holding: Holding) -> None:
+        """Loads a shard with other cuts: beside the old one where memory allows, so that calls can come all
+        the while; else once nothing runs on it. Raises LoadError."""
+        old = holding.shard
+        assert old is not None
+        need = memory_need(
+            holding.model,
+            holding.first,
+            holding.last,
+            n_slots=self._options.n_slots,
+            n_ctx=self._options.context(holding.model),
+        )
+        beside = need.total <= self._memory_left()
+        try:
+            slices = await self._bring(holding)
+            if not beside:
+                await self._retire(holding)
+                holding.state = "loading"
+                self._changed()
+            shard, model = await self._make_of(slices, holding, self._memory_left())
+        except (EngineError, ModelError, OSError) as error:
+            if not beside:
+                holding.state, holding.error = "failed", str(error)
+            holding.cuts = frozenset(old.info.entry_layers[1:])
+            self._changed()
+            raise LoadError(str(error)) from error
+        self._install(holding, shard, model, slices)
+        if beside:
+            await self._end(old)
 
     async def unload(self, holding: Holding) -> None:
         """Gives a shard up, once nothing runs on it."""
         async with self._lock:
             await self._retire(holding)
-            if holding in self.holdings:
-                self.holdings.remove(holding)
-            self._changed()
+            self.drop(holding)
+
+    def drop(self, holding: Holding) -> None:
+        """Forgets a shard that is not loaded."""
+        if holding in self.holdings:
+            self.holdings.remove(holding)
+        self._fetcher.release(holding.slices)
+        holding.slices = []
+        self._changed()
 
     async def _retire(self, holding: Holding) -> None:
         shard = holding.shard
         if shard is None:
             return
-        shard.accepts = False
         holding.state = "draining"
+        shard.accepts = False
         self._changed()
+        await self._end(shard)
+        holding.shard = None
+
+    async def _end(self, shard: Shard) -> None:
+        """Frees a shard once nothing runs on it."""
+        shard.accepts = False
         while any(session.shard is shard for session in self._stages.sessions.values()):
             await asyncio.sleep(DRAIN_POLL_S)
         self._stages.shards.remove(shard)
         self._stages.drop_prefixes(shard)
-        holding.shard = None
         model = self._models.pop(shard.number, None)
         await self._stages.executor.call(shard.engine.unload)
         if model is not None:
             model.close()
+
+    # ---------------------------------------------------------------- what others may read
+
+    def shelved(self, fingerprint: str) -> Shelved | None:
+        """What of a model's weights lies here."""
+        held = [each for each in self.holdings if each.model.fingerprint == fingerprint]
+        if not held:
+            return None
+        slices = tuple(piece for each in held for piece in each.slices)
+        known = self._shelved.get(fingerprint)
+        if known is None or known[0] != slices:
+            whole = next((each.model for each in held if each.model.is_local), held[0].model)
+            known = slices, Shelved(whole, self._origins(fingerprint))
+            self._shelved[fingerprint] = known
+        return known[1]
+
+    def _origins(self, fingerprint: str) -> list[Origin]:
+        """The model's bytes that are on this machine's disk and held by it."""
+        found = []
+        for holding in self.holdings:
+            if holding.model.fingerprint != fingerprint:
+                continue
+            if holding.model.is_local:
+                return [Origin("here", LocalSource(holding.model))]
+            for plan, path in holding.slices:
+                found.append(Origin(path.name, SliceSource(plan, path), spans_of(plan.pieces)))
+        return found
 
     async def close(self) -> None:
         """Frees everything at once; nothing may run any more."""
@@ -320,6 +483,16 @@ class Loader:
             progress=holding.progress,
             error=holding.error,
         )
+        fetching = holding.fetching
+        if fetching is not None:
+            told.fetch.CopyFrom(
+                pb.Fetch(
+                    done_bytes=fetching.done,
+                    total_bytes=fetching.total,
+                    bytes_per_s=fetching.bytes_per_s,
+                    source=fetching.source,
+                )
+            )
         if shard is not None:
             info, test = shard.info, shard.test
             told.entry_layers[:] = info.entry_layers

@@ -199,6 +199,11 @@ class Membership:
         self._trackers.append(self._trackers.pop(0))
         self._tracker = self._trackers[0]
 
+    @property
+    def tracker(self) -> str:
+        """The URL of the tracker that this node is, or wants to be, a member at."""
+        return self._tracker if "//" in self._tracker else f"http://{self._tracker}"
+
     def send(self, message: pb.NodeMessage) -> bool:
         """Queues a report; False while there is no tracker, or when it does not read."""
         if not self.joined.is_set():

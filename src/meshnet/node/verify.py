@@ -8,6 +8,7 @@ from collections import OrderedDict
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from meshnet.node.sessions import Refused
+from meshnet.protocol.passes import verify_pass
 from meshnet.protocol.tickets import Ticket, TicketError, verify_ticket
 
 KEPT = 512
@@ -42,3 +43,18 @@ class Verifier:
         while len(self._seen) > KEPT:
             self._seen.popitem(last=False)
         return ticket
+
+    def check_pass(self, text: str, fingerprint: str) -> None:
+        """Raises Refused unless this is a pass for these weights."""
+        if self._key is None:
+            raise Refused("ticket", "this node has not joined a mesh yet")
+        try:
+            verify_pass(
+                text,
+                self._key,
+                mesh_id=self.mesh_id,
+                fingerprint=fingerprint,
+                now_ms=int(time.time() * 1000),
+            )
+        except TicketError as error:
+            raise Refused("ticket", str(error)) from error

@@ -40,12 +40,29 @@ _decode = msgspec.json.Decoder(Ticket).decode
 
 def sign_ticket(ticket: Ticket, key: Ed25519PrivateKey) -> str:
     """The ticket as a string for headers and messages."""
-    payload = _encode(ticket)
-    return f"{_b64(payload)}.{_b64(key.sign(payload))}"
+    return seal_signed(_encode(ticket), key)
 
 
 def verify_ticket(text: str, key: Ed25519PublicKey, *, mesh_id: str, now_ms: int) -> Ticket:
     """Raises TicketError unless the ticket was signed by `key` for this mesh and has not expired."""
+    try:
+        ticket = _decode(open_signed(text, key))
+    except msgspec.DecodeError as error:
+        raise TicketError(f"ticket cannot be read: {error}") from error
+    if ticket.mesh_id != mesh_id:
+        raise TicketError(f"ticket is for mesh {ticket.mesh_id}, this node belongs to {mesh_id}")
+    if ticket.expires_ms <= now_ms:
+        raise TicketError("ticket has expired; ask the tracker for a new route")
+    return ticket
+
+
+def seal_signed(payload: bytes, key: Ed25519PrivateKey) -> str:
+    """A payload with its signature, fit for headers."""
+    return f"{_b64(payload)}.{_b64(key.sign(payload))}"
+
+
+def open_signed(text: str, key: Ed25519PublicKey) -> bytes:
+    """The payload of what `seal_signed` made. Raises TicketError unless `key` signed it."""
     if len(text) > MAX_TICKET_CHARS:
         raise TicketError(f"ticket is longer than {MAX_TICKET_CHARS} characters")
     body, dot, signature = text.partition(".")
@@ -59,15 +76,7 @@ def verify_ticket(text: str, key: Ed25519PublicKey, *, mesh_id: str, now_ms: int
         key.verify(sig, payload)
     except InvalidSignature as error:
         raise TicketError("ticket was not signed by this mesh's tracker") from error
-    try:
-        ticket = _decode(payload)
-    except msgspec.DecodeError as error:
-        raise TicketError(f"ticket cannot be read: {error}") from error
-    if ticket.mesh_id != mesh_id:
-        raise TicketError(f"ticket is for mesh {ticket.mesh_id}, this node belongs to {mesh_id}")
-    if ticket.expires_ms <= now_ms:
-        raise TicketError("ticket has expired; ask the tracker for a new route")
-    return ticket
+    return payload
 
 
 def _b64(data: bytes) -> str:
