@@ -55,8 +55,16 @@ def all_pipelines(model: ModelLayers, nodes: Sequence[PlacementNode], most: int)
             for cuts in itertools.combinations(range(1, model.layers), count - 1):
                 marks = [0, *cuts, model.layers]
                 parts = tuple((n, marks[k], marks[k + 1] - 1) for k, n in enumerate(order))
-                if all(stage_bytes(model, a, b) <= nodes[n].memory_bytes for n, a, b in parts):
+                if all(fits(model, nodes[n], a, b) for n, a, b in parts):
                     yield parts
+
+
+def fits(model: ModelLayers, node: PlacementNode, first: int, last: int) -> bool:
+    if node.pinned:
+        held = {layer for a, b in node.shards for layer in range(a, b + 1)}
+        return held.issuperset(range(first, last + 1))
+    used = stage_bytes(model, first, last) + (last - first + 1) * node.extra_bytes
+    return used <= node.memory_bytes
 
 
 def slowest(model: ModelLayers, nodes: Sequence[PlacementNode], parts: Parts) -> float:
@@ -106,6 +114,8 @@ def problems(
             output_ms=draw(st.sampled_from([None, 1.0])),
             embed_ms=draw(st.sampled_from([None, 0.25])),
             shards=tuple(draw(st.lists(span, max_size=1))) if held else (),
+            extra_bytes=draw(st.sampled_from([0, 0, 3])),
+            pinned=held and draw(st.booleans()),
         )
         for node_id in ids
     ]
@@ -131,10 +141,12 @@ def check_placement(model: ModelLayers, nodes: Sequence[PlacementNode], placemen
         assert drops == before - set(after)
         own = [s for s in stages if s.node_id == node.node_id]
         assert {x for s in own for x in range(s.start_layer, s.end_layer + 1)} <= set(after)
-        if after:
+        if node.pinned:
+            assert set(after) == before, "what was placed by hand stays as it is"
+        elif after:
             ends = (0 in after) * model.embedding_bytes, (model.layers - 1 in after) * model.output_bytes
             size = sum(model.layer_bytes[x] for x in after) + (max(ends) if model.tied else sum(ends))
-            assert size <= node.memory_bytes
+            assert size + len(after) * node.extra_bytes <= node.memory_bytes
         for first, last in ranges:
             assert not any(first < cut <= last for cut in placement.cuts), "a shard ends at every cut"
     # A router that knows whole shards only finds the route.

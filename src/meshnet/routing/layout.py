@@ -30,6 +30,8 @@ class Grid:
     """N nodes against L layers: bytes, and units of 1e-9 ms.
 
     held: per node, the layers it holds; marks: the borders of the shards they are held in, 0 and L included.
+    extra_bytes: per node, what each layer takes there beyond the model's own bytes.
+    pinned: per node, whether it runs nothing but what it holds, whatever its memory.
     """
 
     layer_bytes: Sequence[int]
@@ -43,6 +45,8 @@ class Grid:
     link_units: Sequence[Sequence[int]]
     held: Sequence[frozenset[int]]
     marks: Sequence[int]
+    extra_bytes: Sequence[int]
+    pinned: Sequence[bool]
     bytes_before: list[int] = field(init=False)
     units_before: list[list[int]] = field(init=False)
     new_before: list[list[int]] = field(init=False)
@@ -74,17 +78,26 @@ class Grid:
             output_units=[self.output_units[n] for n in nodes],
             link_units=[[self.link_units[a][b] for b in nodes] for a in nodes],
             held=[self.held[n] for n in nodes],
+            extra_bytes=[self.extra_bytes[n] for n in nodes],
+            pinned=[self.pinned[n] for n in nodes],
         )
 
     def stage_bytes(self, first: int, last: int) -> int:
         """What the stage's node holds for it."""
         return self.bytes_before[last + 1] - self.bytes_before[first] + self._end_bytes(first, last)
 
-    def bytes_of(self, layers: Collection[int]) -> int:
+    def node_bytes(self, node: int, layers: Collection[int]) -> int:
         """What a node holds with these layers, in one piece or not."""
         if not layers:
             return 0
-        return sum(self.layer_bytes[layer] for layer in layers) + self._end_bytes(min(layers), max(layers))
+        own = sum(self.layer_bytes[layer] for layer in layers) + len(layers) * self.extra_bytes[node]
+        return own + self._end_bytes(min(layers), max(layers))
+
+    def may_hold(self, node: int, layers: Collection[int]) -> bool:
+        """Whether a node can hold these layers."""
+        if self.pinned[node]:
+            return self.held[node].issuperset(layers)
+        return self.node_bytes(node, layers) <= self.memory[node]
 
     def _end_bytes(self, first: int, last: int) -> int:
         embedding = self.embedding_bytes if first == 0 else 0
@@ -96,9 +109,6 @@ class Grid:
         units = self.units_before[node][last + 1] - self.units_before[node][first]
         units += self.embed_units[node] if first == 0 else 0
         return units + (self.output_units[node] if last == self.layers - 1 else 0)
-
-    def fits(self, node: int, first: int, last: int) -> bool:
-        return self.stage_bytes(first, last) <= self.memory[node]
 
     def new_layers(self, node: int, first: int, last: int) -> int:
         """How many of the stage's layers the node does not hold yet."""
@@ -159,9 +169,18 @@ class _Tables:
         if grid.tied:
             size[0, layers] -= min(grid.embedding_bytes, grid.output_bytes)
         forward = np.triu(np.ones((layers + 1, layers + 1), dtype=bool), 1)
-        self.fits = np.array([(size <= memory) & forward for memory in grid.memory], dtype=bool)
         new = np.array(grid.new_before, dtype=np.int64)
         self.new = new[:, None, :] - new[:, :, None]
+        borders = np.arange(layers + 1, dtype=object)
+        count = borders[None, :] - borders[:, None]
+        self.fits = np.array(
+            [
+                (self.new[n] == 0 if grid.pinned[n] else size + count * grid.extra_bytes[n] <= memory)
+                & forward
+                for n, memory in enumerate(grid.memory)
+            ],
+            dtype=bool,
+        )
 
     def reach(self, limit: int) -> tuple[list[list[int]], list[list[bool]]]:
         """Per node and border: how far a stage gets short of the tail, and whether it can be the tail."""

@@ -93,7 +93,9 @@ class PlacementNode:
     memory_bytes  room for weights and KV; decode_ms_per_layer, embed_ms, output_ms,
                   prefill_ms_per_token_layer
     as in `NodeTimes`, at the batch size the placement is for. embed_ms and output_ms None: not measured, the
-    model's `embedding_work` and `output_work` stand in. shards: what it holds now.
+    model's `embedding_work` and `output_work` stand in. shards: what it holds now. extra_bytes: what each
+    layer takes on this node beyond the model's `layer_bytes` (KV for its own slots). pinned: it keeps what it
+    holds and takes nothing more; its memory does not count.
     """
 
     node_id: str
@@ -103,10 +105,14 @@ class PlacementNode:
     embed_ms: float | None = None
     prefill_ms_per_token_layer: float = 0.0
     shards: tuple[LayerRange, ...] = ()
+    extra_bytes: int = 0
+    pinned: bool = False
 
     def __post_init__(self) -> None:
         checks.name("node_id", self.node_id)
         checks.whole("memory_bytes", self.memory_bytes)
+        checks.whole("extra_bytes", self.extra_bytes)
+        checks.flag("pinned", self.pinned)
         checks.positive("decode_ms_per_layer", self.decode_ms_per_layer)
         for name in ("output_ms", "embed_ms"):
             value = getattr(self, name)
@@ -279,6 +285,8 @@ def _grid(
         marks=sorted(
             {0, model.layers} | {border for n in nodes for a, b in n.shards for border in (a, b + 1)}
         ),
+        extra_bytes=[node.extra_bytes for node in nodes],
+        pinned=[node.pinned for node in nodes],
     )
 
 

@@ -73,7 +73,7 @@ class _Replication:
             self.rate[layer] += self.speed[node]
 
     def _fits(self, node: int, more: set[int]) -> bool:
-        return self.grid.bytes_of(self.layers[node] | more) <= self.grid.memory[node]
+        return self.grid.may_hold(node, self.layers[node] | more)
 
     def _keep(self, node: int, held: set[int]) -> None:
         """Keeps what the node holds already, nearest to its stage first, as far as it fits."""
