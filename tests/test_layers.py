@@ -13,8 +13,8 @@ ALLOWED = {
     "models": set[str](),
     "protocol": set[str](),
     "engine": {"models"},
-    "node": {"protocol", "models", "engine", "process"},
-    "tracker": {"protocol", "models", "routing", "process"},
+    "node": {"protocol", "models", "engine", "process", "listening"},
+    "tracker": {"protocol", "models", "routing", "process", "listening"},
 }
 
 

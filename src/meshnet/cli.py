@@ -27,6 +27,7 @@ COMMANDS: dict[str, Command] = {
     "node": Command("node", "node", "Run a node: hold layers of a model and compute them."),
     "model": Command("model", "model", "Bring, list, slice and check models."),
     "drain": Command("mesh", "drain", "Let a node finish its calls and take no new ones."),
+    "place": Command("place", "place", "Show which node should hold which layers, and why."),
     "invite": Command("mesh", "invite", "Make a link with which another machine joins."),
     "route": Command("route", "route", "Show which route a call would take, and why."),
     "account": Command("books", "account", "Accounts and their balances."),

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from support.random_gguf import random_model
 
-from meshnet.commands.balance import MAX_GROUP, model_layers, rows_of, weigh
+from meshnet.commands.balance import MAX_GROUP, rows_of, weigh
 from meshnet.engine.balance import measure_balance
 from meshnet.models.gguf import ModelFile
+from meshnet.tracker.weighing import model_layers
 
 
 def test_the_output_of_a_batch_weighs_less_than_its_bytes(smollm2: ModelFile) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import typer
 
-from meshnet.commands.balance import model_layers
 from meshnet.commands.model import parse_sizes, parse_speeds
 from meshnet.models.gguf import ModelFile
 from meshnet.models.work import decode_work
+from meshnet.tracker.weighing import model_layers
 
 RandomModel = Callable[..., Path]
 

@@ -52,6 +52,10 @@ class Gates:
 
         self._on_loop(mend)
 
+    def passed(self, name: str) -> int:
+        """Bytes that the far end has sent so far."""
+        return self._on_loop(lambda: self._proxies[name].bytes_down)
+
     def close(self) -> None:
         async def close() -> None:
             for proxy in self._proxies.values():

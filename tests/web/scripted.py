@@ -99,10 +99,16 @@ def node(name: str, first: int, last: int, rate: float, **more: Any) -> dict[str
     return {**value, **more}
 
 
+def served(name: str, state: str, progress: float) -> dict[str, Any]:
+    """A model of `GET /api/placement`."""
+    return {"id": name, "state": state, "asked": True, "progress": progress, "reason": None, "why": []}
+
+
 class ScriptedTracker:
     """The state that the page sees, and the HTTP application over it."""
 
     def __init__(self, *, gap: bool = False) -> None:
+        self.served = {MODEL: served(MODEL, "ready", 1.0)}
         self.nodes = {
             n["node_id"]: n
             for n in (
@@ -180,6 +186,9 @@ class ScriptedTracker:
         add("POST", "/api/route/preview", self._guarded(self._preview))
         add("*", "/api/settings/routing", self._guarded(self._routing))
         add("POST", "/api/invite", self._guarded(self._invite))
+        add("GET", "/api/placement", self._guarded(self._placement))
+        add("POST", "/api/models", self._guarded(self._load_model))
+        add("DELETE", "/api/models/{id}", self._guarded(self._unload_model))
         add("*", "/api/nodes/{id}/drain", self._guarded(self._drain))
         add("POST", "/v1/chat/completions", self._guarded(self._chat))
         add("POST", "/scripted/calls", self._guarded(self._burst))
@@ -487,6 +496,21 @@ class ScriptedTracker:
                 "expires_ms": expires,
             }
         )
+
+    async def _placement(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response(
+            {"models": list(self.served.values()), "moves": [], "default": MODEL, "aliases": {}}
+        )
+
+    async def _load_model(self, request: web.Request) -> web.StreamResponse:
+        name = (await request.json())["model"]
+        self.served[name] = served(name, "reading", 0.4)
+        return web.json_response({"id": name}, status=202)
+
+    async def _unload_model(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["id"]
+        del self.served[name]
+        return web.json_response({"id": name, "held_by": []})
 
     async def _drain(self, request: web.Request) -> web.StreamResponse:
         n = self.nodes[request.match_info["id"]]

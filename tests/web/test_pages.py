@@ -175,6 +175,17 @@ async def test_nodes_are_drained_and_a_join_command_is_made(signed_in: Page) -> 
     await expect(signed_in.get_by_role("dialog")).to_have_count(0)
 
 
+async def test_models_are_loaded_and_let_go_of(signed_in: Page) -> None:
+    await signed_in.get_by_role("link", name="Mesh", exact=True).click()
+    serving = signed_in.get_by_test_id("serving")
+    await serving.get_by_label("Serve a model").fill("another")
+    await serving.get_by_role("button", name="Load", exact=True).click()
+    entry = serving.locator("[data-model=another]")
+    await expect(entry).to_contain_text("reading 40 %")
+    await entry.get_by_role("button", name="Unload").click()
+    await expect(entry).to_have_count(0)
+
+
 async def test_live_routes_are_drawn_over_the_mesh(signed_in: Page, scripted: ScriptedTracker) -> None:
     await signed_in.get_by_role("link", name="Mesh", exact=True).click()
     lines = signed_in.locator("path.route")

@@ -6,27 +6,13 @@ import math
 from dataclasses import dataclass, replace
 
 from meshnet.models.gguf import ModelFile
-from meshnet.models.work import decode_work
 from meshnet.routing.placement import ModelLayers
+from meshnet.tracker.weighing import model_layers
 
 STREAMS = 16
 """Calls at once that cuts are proposed for, unless told otherwise: a node's slots by default."""
 MAX_GROUP = 32
 """Sessions per call beyond which the balance hardly moves."""
-
-
-def model_layers(file: ModelFile) -> ModelLayers:
-    """What placement needs to know of a model: bytes to hold, and work relative to the average layer."""
-    work = decode_work(file)
-    return ModelLayers(
-        layer_bytes=file.layer_bytes,
-        embedding_bytes=file.embedding_bytes,
-        output_bytes=file.output_bytes,
-        tied=file.tied,
-        output_work=work.output / work.mean_layer,
-        embedding_work=work.embedding / work.mean_layer,
-        layer_work=tuple(size / work.mean_layer for size in work.layers),
-    )
 
 
 def rows_of(streams: int, nodes: int) -> int:

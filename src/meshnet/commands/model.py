@@ -23,12 +23,17 @@ from rich.progress import (
 )
 
 from meshnet.commands.balance import STREAMS, rows_of, weigh
+from meshnet.commands.collection import alias, default, load, unload
 from meshnet.models.errors import ModelError
 from meshnet.models.gguf import ModelFile, model_info
 from meshnet.models.slice import plan_slice, write_slice
 from meshnet.models.store import Store, StoredModel
 
 model = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+model.command()(load)
+model.command()(unload)
+model.command()(default)
+model.command()(alias)
 
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?)([kmgt]?)(i?)b?$")
 

@@ -77,10 +77,10 @@ class Store:
                 return self._add(StoredModel(packaged.id, path, (packaged.alias,), packaged.alias))
         if what.startswith("hf:"):
             repo, files = hub_files(what)
-            folder = self.root / "models" / _as_id(f"{repo}-{files[0].removesuffix('.gguf')}")
+            folder = self.root / "models" / as_id(f"{repo}-{files[0].removesuffix('.gguf')}")
             with FileLock.take(folder.with_name(f"{folder.name}.lock")):
                 path = pull_hub(what, folder, progress)
-            return self._add(StoredModel(_as_id(ModelFile.open(path).name), path, (), what))
+            return self._add(StoredModel(as_id(ModelFile.open(path).name), path, (), what))
         known = self._find(what)
         if known is not None and known.path.is_file():
             return known
@@ -88,7 +88,7 @@ class Store:
         model = ModelFile.open(path)
         if model.shard_range is not None:
             raise ModelError(f"{what}: is a slice of a model; give the whole model's file")
-        return self._add(StoredModel(_as_id(model.name), path, (), str(path)))
+        return self._add(StoredModel(as_id(model.name), path, (), str(path)))
 
     def ls(self) -> list[StoredModel]:
         """All known models by id, those included whose file has gone."""
@@ -99,7 +99,7 @@ class Store:
         known = self._find(name)
         if known is None:
             if name.endswith(".gguf") and Path(name).expanduser().is_file():
-                return StoredModel(_as_id(ModelFile.open(name).name), Path(name).expanduser().resolve())
+                return StoredModel(as_id(ModelFile.open(name).name), Path(name).expanduser().resolve())
             have = ", ".join(model.id for model in self.ls()) or "none"
             raise ModelNotFound(f"no model '{name}' here (there are: {have}); run: meshnet model pull {name}")
         if not known.path.is_file():
@@ -246,6 +246,6 @@ def _decode_path(kind: type, value: object) -> object:
     return Path(str(value)) if kind is Path else value
 
 
-def _as_id(name: str) -> str:
+def as_id(name: str) -> str:
     """A model id: lower case, and only characters that need no quoting anywhere."""
     return re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-.") or "model"

@@ -22,6 +22,7 @@ from meshnet.models.sources import HttpSource
 from meshnet.models.store import Store
 from meshnet.protocol.passes import PASS_HEADER
 
+CONNECT_S = 5.0
 ANSWER_S = 30.0
 MAX_SPANS_BYTES = 4 << 20
 
@@ -174,7 +175,7 @@ def hub_headers() -> dict[str, str]:
 async def _get(
     session: aiohttp.ClientSession, url: str, sources: WeightSources, limit: int | None = None
 ) -> bytes:
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=ANSWER_S, sock_read=ANSWER_S)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=ANSWER_S)
     async with session.get(url, headers=sources.headers, timeout=timeout) as answer:
         if answer.status != 200:
             raise FetchFailed(f"{url}: answered {answer.status} {answer.reason or ''}".rstrip())

@@ -14,6 +14,7 @@ from meshnet.tracker.books.facade import Books
 from meshnet.tracker.books.records import KeyInfo
 from meshnet.tracker.experience import BooksExperience
 from meshnet.tracker.feed import Feed
+from meshnet.tracker.library import Library
 from meshnet.tracker.metrics import Metrics
 from meshnet.tracker.orchestrator import Orchestrator
 from meshnet.tracker.peers import PeerTrackers
@@ -21,7 +22,9 @@ from meshnet.tracker.recorder import Recorder
 from meshnet.tracker.roster import Roster
 from meshnet.tracker.settings import TrackerSettings
 from meshnet.tracker.shelf import Shelf
+from meshnet.tracker.steward import Steward
 from meshnet.tracker.tuning import Tuning
+from meshnet.tracker.wishes import Wishes
 
 encode = msgspec.json.Encoder().encode
 
@@ -42,6 +45,9 @@ class Tracker:
     authenticator: Authenticator
     experience: BooksExperience
     peers: PeerTrackers
+    wishes: Wishes
+    library: Library
+    steward: Steward
     grpc_port: int = 0
     started_s: int = 0
     stopping: bool = False

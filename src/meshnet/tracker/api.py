@@ -17,6 +17,7 @@ from meshnet.tracker import forms
 from meshnet.tracker.answers import Tracker, answer, encode, key_of
 from meshnet.tracker.auth import client_address, cookie_header, cookie_of, require_admin
 from meshnet.tracker.books.records import KeyInfo
+from meshnet.tracker.collection import Collection
 from meshnet.tracker.feed import EVERYONE, NODE_INTERVAL_S, Audience
 from meshnet.tracker.forms import read_form
 from meshnet.tracker.members import Node
@@ -61,7 +62,7 @@ class Api:
             ("POST", "/api/invite", self.invite),
         ]
         own = [Route(path, endpoint, methods=[method]) for method, path, endpoint in table]
-        return [*own, *Watching(self.t, self._mesh).routes()]
+        return [*own, *Collection(self.t).routes(), *Watching(self.t, self._mesh).routes()]
 
     def _mesh(self, key: KeyInfo) -> dict[str, Any]:
         return {"models": self._models(key), "nodes": self._nodes() if key.scope == "admin" else []}
@@ -137,11 +138,12 @@ class Api:
     async def list_openai_models(self, request: Request) -> Response:
         key = key_of(request)
         models = [m for m in self.t.shelf.models().values() if key.may_use(m.model_id)]
-        return answer({"object": "list", "data": [openai_model(m, self.t.started_s) for m in models]})
+        shelf, created = self.t.shelf, self.t.started_s
+        return answer({"object": "list", "data": [openai_model(m, created, shelf.names(m)) for m in models]})
 
     async def get_openai_model(self, request: Request) -> Response:
         model = self.t.orchestrator.model_for(key_of(request), request.path_params["model"])
-        return answer(openai_model(model, self.t.started_s))
+        return answer(openai_model(model, self.t.started_s, self.t.shelf.names(model)))
 
     async def list_models(self, request: Request) -> Response:
         return answer({"models": self._models(key_of(request))})
@@ -240,7 +242,7 @@ class Api:
     async def place_preview(self, request: Request) -> Response:
         require_admin(key_of(request))
         form = await read_form(request, forms.PlaceForm)
-        return answer(preview_placement(self.t.shelf, self.t.roster, form))
+        return answer(preview_placement(self.t.shelf, self.t.roster, form, self.t.library.model))
 
     async def get_routing(self, request: Request) -> Response:
         require_admin(key_of(request))

@@ -11,6 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
 
+from meshnet.models.serving import PATH as WEIGHTS
+from meshnet.models.serving import weight_routes
 from meshnet.protocol.errors import ApiError
 from meshnet.tracker.answers import Tracker
 from meshnet.tracker.api import Api
@@ -47,7 +49,8 @@ class Shell:
         self._loopback = tracker.settings.loopback
         self._origins = frozenset(tracker.settings.cors_origins)
         api = Api(tracker)
-        routes = [*api.routes(), *Pages().routes(), document_route(), *_new_routes(api, tracker)]
+        weights = weight_routes(tracker.library.find, tracker.library.refuse)
+        routes = [*api.routes(), *weights, *Pages().routes(), document_route(), *_new_routes(api, tracker)]
         self._app = Starlette(
             routes=routes,
             exception_handlers={
@@ -92,6 +95,8 @@ class Shell:
         path = scope["path"]
         if path in OPEN or path == "/dashboard" or path.startswith("/dashboard/"):
             return
+        if path.startswith(f"{WEIGHTS}/"):
+            return  # whoever reads weights shows a pass
         if path == "/metrics" and self._loopback:
             return
         if path == "/api/session" and scope["method"] in ("POST", "DELETE"):

@@ -93,6 +93,28 @@ class PlaceForm(Form):
     holders: Annotated[int, Meta(ge=1, le=64)] = 1
 
 
+class LoadModelForm(Form):
+    """A name, a path on the tracker's machine, or hf:ORG/REPO/FILE.gguf."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=1024)]
+
+
+class DefaultModelForm(Form):
+    """Left out: the first model that is complete."""
+
+    model: Name | None = None
+
+
+class AliasForm(Form):
+    model: Name
+
+
+class PlaceAgainForm(Form):
+    """`model` left out: the default model."""
+
+    model: Name | None = None
+
+
 class InviteForm(Form):
     expires_s: Annotated[int, Meta(ge=1, le=MAX_INVITE_S)] = 86_400
     uses: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None

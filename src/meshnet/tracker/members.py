@@ -43,6 +43,16 @@ class Card:
 
 
 @dataclass(frozen=True, slots=True)
+class Fetch:
+    """How far the bytes of a shard are on their way to its node, and where from."""
+
+    done_bytes: int
+    total_bytes: int
+    bytes_per_s: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class Shard:
     """Layers start_layer..end_layer (inclusive) of a model on a node, and what its last heartbeat said."""
 
@@ -73,6 +83,8 @@ class Shard:
     """What the node itself says in its heartbeats."""
     sessions: tuple[str, ...] = ()
     """Calls that hold slots here, as last announced; a call stands once for each slot."""
+    fetch: Fetch | None = None
+    """While its bytes are on their way."""
     probed: bool = False
     """The whole shard has answered a probe since it was loaded."""
 
@@ -153,6 +165,12 @@ class Node:
     """The other tracker that holds the node's stream; empty: this one does."""
     cuts_sent: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     peers_sent: tuple[tuple[str, str], ...] = ()
+    n_slots: int = 0
+    n_ctx: int = 0
+    """Of shards that are placed here; n_ctx 0: the model's own, 4,096 at most."""
+    reserved_bytes: int = 0
+    read_bytes_per_s: float = 0.0
+    """How fast it reads weights by its own measure at start; 0: not measured."""
 
     @property
     def connected(self) -> bool:

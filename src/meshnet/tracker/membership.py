@@ -201,6 +201,9 @@ class Membership(membership_pb2_grpc.MembershipServicer):  # type: ignore[misc]
                 result = message.result
                 if not result.ok:
                     log.warning("directive failed", node_id=node_id, directive=result.id, error=result.error)
+                job = line.jobs.pop(result.id, None)
+                if job is not None:
+                    self._roster.answered(node_id, job, "" if result.ok else text(result.error) or "failed")
             case _:
                 raise WireError(f"unexpected message {kind!r} after Join")
 
@@ -227,6 +230,8 @@ class _Stream:
         self._directives = count(1)
         self._trackers: list[str] = []
         self._closed = False
+        self.jobs: dict[int, int] = {}
+        """Directives that somebody waits for, by number: the waiter's own number. At most a few per node."""
 
     def tell(self, effect: signals.Tell) -> None:
         match effect:
@@ -240,6 +245,22 @@ class _Stream:
                 self.close()
             case signals.TellCuts():
                 self._directive(cuts=pb.UseCuts(model=effect.model, cuts=effect.cuts))
+            case signals.TellLoad():
+                load = pb.LoadShard(
+                    model=effect.model,
+                    fingerprint=effect.fingerprint,
+                    start_layer=effect.first,
+                    end_layer=effect.last,
+                    cuts=effect.cuts,
+                    sources=effect.sources,
+                    files=effect.files,
+                    weights_pass=effect.weights_pass,
+                    aliases=effect.aliases,
+                )
+                self.jobs[self._directive(load=load)] = effect.job
+            case signals.TellUnload():
+                unload = pb.UnloadShard(model=effect.model, start_layer=effect.first, end_layer=effect.last)
+                self.jobs[self._directive(unload=unload)] = effect.job
             case signals.TellDrain():
                 self._directive(drain=pb.Drain(on=effect.on, reason=effect.reason))
             case signals.TellClose():
@@ -286,8 +307,10 @@ class _Stream:
             tracker_id=identity.tracker_id,
         )
 
-    def _directive(self, **kind: Any) -> None:
-        self._put(pb.TrackerMessage(directive=pb.Directive(id=next(self._directives), **kind)))
+    def _directive(self, **kind: Any) -> int:
+        number = next(self._directives)
+        self._put(pb.TrackerMessage(directive=pb.Directive(id=number, **kind)))
+        return number
 
     def _put(self, message: pb.TrackerMessage) -> None:
         if self._closed:

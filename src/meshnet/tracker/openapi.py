@@ -37,6 +37,10 @@ FORMS = (
     forms.TicketForm,
     forms.PlaceForm,
     forms.InviteForm,
+    forms.LoadModelForm,
+    forms.DefaultModelForm,
+    forms.AliasForm,
+    forms.PlaceAgainForm,
 )
 
 
@@ -77,6 +81,30 @@ OPERATIONS = (
     ),
     Operation("delete", "/api/nodes/{node}/drain", "Take a drained node back", "Node"),
     Operation("get", "/api/models", "All models, with coverage", "Models", scope="use"),
+    Operation(
+        "post", "/api/models", "Have a model served by the mesh", "LoadedModel", "LoadModelForm", status=202
+    ),
+    Operation("delete", "/api/models/{model}", "Let go of a model", "UnloadedModel"),
+    Operation(
+        "put",
+        "/api/models/default",
+        "The model of clients without a wish",
+        "DefaultModel",
+        "DefaultModelForm",
+        body_needed=False,
+    ),
+    Operation("put", "/api/models/aliases/{alias}", "A further name for a model", "Alias", "AliasForm"),
+    Operation("delete", "/api/models/aliases/{alias}", "Forget a further name", "Alias"),
+    Operation("get", "/api/placement", "Where models are placed, and what moves", "PlacementState"),
+    Operation(
+        "post",
+        "/api/placement",
+        "Place a model anew",
+        "PlacementState",
+        "PlaceAgainForm",
+        status=202,
+        body_needed=False,
+    ),
     Operation("get", "/api/calls", "Calls, in flight first", "Calls", scope="use"),
     Operation("get", "/api/calls/{call}", "One call with its timeline", "Call", scope="use"),
     Operation("delete", "/api/calls/{call}", "Cancel a call", "Cancelled", scope="use"),

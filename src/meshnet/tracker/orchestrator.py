@@ -108,6 +108,7 @@ class Orchestrator:
     ) -> Accepted:
         """Checks, reserves in the books and registers a call. Raises ApiError before any work."""
         model = self.model_for(key, request.model)
+        self.shelf.use(model.model_id)
         kind = "chat" if isinstance(request, ChatRequest) else "completion"
         if isinstance(request, ChatRequest):
             check_tools(request, model.card.tools)

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+from meshnet.models.gguf import ModelFile
 from meshnet.protocol.errors import ApiError
-from meshnet.routing import Link
 from meshnet.routing.placement import ModelLayers, PlacementImpossible, PlacementNode, place
+from meshnet.tracker.allocation import Asked, placement_of
 from meshnet.tracker.catalogue import holders
 from meshnet.tracker.forms import PlaceForm
 from meshnet.tracker.members import Node, Shard
 from meshnet.tracker.previews import find_model
 from meshnet.tracker.roster import Roster
 from meshnet.tracker.shelf import Shelf
+from meshnet.tracker.weighing import MIN_MS, known_links
 
-MIN_MS = 1e-6
 
-
-def preview_placement(shelf: Shelf, roster: Roster, form: PlaceForm) -> dict[str, Any]:
+def preview_placement(
+    shelf: Shelf, roster: Roster, form: PlaceForm, model_of: Callable[[str], ModelFile | None]
+) -> dict[str, Any]:
     """The placement as docs/routing.md describes it. Raises ApiError: 400, 404, or 409 when nothing fits.
 
-    Bytes per layer are what the nodes that hold the model's shards report for them, KV room included; a node
-    that holds none of it is taken to be as fast per layer as the slowest holder.
+    `model_of` gives the description of a model by its fingerprint, where the tracker knows it. Where not,
+    bytes per layer are what the nodes that hold the model's shards report for them, KV room included, and a
+    node that holds none of it is taken to be as fast per layer as the slowest holder.
     """
     model_id = find_model(shelf, form.model)
+    fingerprint = shelf.models()[model_id].fingerprint
+    file = model_of(fingerprint)
+    if file is not None:
+        return {"model": model_id, **_described(roster, form, Asked(model_id, fingerprint, file))}
     held = list(holders(roster.state.nodes.values(), model_id))
     if not held:
         raise ApiError(409, f"no live node holds layers of {model_id!r}", code="unknown_size", param="model")
@@ -34,11 +42,7 @@ def preview_placement(shelf: Shelf, roster: Roster, form: PlaceForm) -> dict[str
         _node(node, [shard for holder, shard in held if holder.node_id == node.node_id], held)
         for node in _wanted(roster, form)
     ]
-    links = {
-        pair: Link(link.ms, link.bytes_per_s or 1.0)
-        for pair, link in roster.state.links.items()
-        if not link.error
-    }
+    links = known_links(roster.state.links)
     try:
         found = place(
             ModelLayers(layer_bytes=(layer_bytes,) * layers),
@@ -52,6 +56,24 @@ def preview_placement(shelf: Shelf, roster: Roster, form: PlaceForm) -> dict[str
     except ValueError as error:
         raise ApiError(400, str(error)) from error
     return {"model": model_id, **found.to_dict()}
+
+
+def _described(roster: Roster, form: PlaceForm, model: Asked) -> dict[str, Any]:
+    try:
+        found = placement_of(
+            _wanted(roster, form),
+            model,
+            known_links(roster.state.links),
+            roster.clock(),
+            objective=form.objective,
+            holders=form.holders,
+            move_all=True,
+        )
+    except PlacementImpossible as error:
+        raise ApiError(409, error.detail, code="does_not_fit") from error
+    except ValueError as error:
+        raise ApiError(400, str(error)) from error
+    return found.to_dict()
 
 
 def _wanted(roster: Roster, form: PlaceForm) -> list[Node]:

@@ -19,18 +19,14 @@ from meshnet.tracker.signals import (
     Gone,
     Probe,
     Probed,
-    Refuse,
     Rules,
     Say,
     State,
     Tell,
     TellClose,
-    TellCuts,
-    TellDrain,
-    TellPeers,
-    TellServing,
+    TellLoad,
+    TellUnload,
     Tick,
-    Welcome,
 )
 
 TICK_S = 0.25
@@ -65,6 +61,7 @@ class Roster:
         self._changed: list[Callable[[str, Node | None], None]] = []
         self._gone: list[Callable[[str, str], None]] = []
         self._said: list[Callable[[Say], None]] = []
+        self._answered: list[Callable[[str, int, str], None]] = []
         self._running: set[asyncio.Future[str]] = set()
         self._ticking: asyncio.Task[None] | None = None
 
@@ -79,6 +76,23 @@ class Roster:
     def on_say(self, listener: Callable[[Say], None]) -> None:
         """`listener(say)` for each line that people should see."""
         self._said.append(listener)
+
+    def on_answer(self, listener: Callable[[str, int, str], None]) -> None:
+        """`listener(node_id, job, error)` when a node has carried out a load or an unload, or could not."""
+        self._answered.append(listener)
+
+    def answered(self, node_id: str, job: int, error: str) -> None:
+        """A node's result of a load or an unload."""
+        for listener in self._answered:
+            listener(node_id, job, error)
+
+    def say(self, said: Say) -> None:
+        """A line for the console and the log that no event of a node has brought about."""
+        self._carry_out(said)
+
+    def tell(self, effect: TellLoad | TellUnload) -> None:
+        """Sends a load or an unload to the node on that stream."""
+        self._carry_out(effect)
 
     def start(self) -> None:
         self._ticking = asyncio.create_task(self._tick(), name="roster-tick")
@@ -142,10 +156,6 @@ class Roster:
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
-            case Welcome() | Refuse() | TellCuts() | TellDrain() | TellPeers() | TellServing() | TellClose():
-                line = self._lines.get(effect.connection)
-                if line is not None:
-                    line.tell(effect)
             case CloseStream():
                 line = self._lines.pop(effect.connection, None)
                 if line is not None:
@@ -161,6 +171,10 @@ class Roster:
                 log.log(_LEVELS[effect.level], effect.event, node_id=effect.node_id, line=effect.line)
                 for said in self._said:
                     said(effect)
+            case _:
+                line = self._lines.get(effect.connection)
+                if line is not None:
+                    line.tell(effect)
 
     def _probed(self, asked: Probe, done: asyncio.Future[str]) -> None:
         self._running.discard(done)

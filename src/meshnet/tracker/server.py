@@ -13,8 +13,10 @@ from typing import Any
 import grpc.aio
 import structlog
 import uvicorn
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from meshnet.listening import check_free, listen
+from meshnet.models.store import Store
 from meshnet.tracker.answers import Tracker
 from meshnet.tracker.app import Shell
 from meshnet.tracker.auth import Authenticator, Sessions
@@ -26,6 +28,7 @@ from meshnet.tracker.experience import BooksExperience
 from meshnet.tracker.feed import Feed
 from meshnet.tracker.guarded import guarded
 from meshnet.tracker.heads import Heads
+from meshnet.tracker.library import Library
 from meshnet.tracker.live import LiveTable
 from meshnet.tracker.membership import Identity, JoinRefused, Membership, probe_node, serve_membership
 from meshnet.tracker.metrics import Metrics
@@ -37,9 +40,11 @@ from meshnet.tracker.roster import Roster
 from meshnet.tracker.settings import TrackerSettings
 from meshnet.tracker.shelf import Shelf
 from meshnet.tracker.signals import Probe, Rules, Say
+from meshnet.tracker.steward import Steward
 from meshnet.tracker.tracing import start_tracing
 from meshnet.tracker.tries import FailedTries
 from meshnet.tracker.tuning import Tuning
+from meshnet.tracker.wishes import Wishes
 
 GRPC_GRACE_S = 0.5
 POLL_S = 0.05
@@ -69,6 +74,7 @@ class Server:
         self._books: Books | None = None
         self._heads: Heads | None = None
         self._tuning: Tuning | None = None
+        self._wishes: Wishes | None = None
         self._roster: Roster | None = None
         self._grpc: grpc.aio.Server | None = None
         self._http: uvicorn.Server | None = None
@@ -104,7 +110,12 @@ class Server:
             recorder = Recorder(LiveTable(settings.ended_calls), console, feed, metrics, roster)
             recorder.tracing = start_tracing(roster)
             heads = self._heads = Heads(settings.connect_timeout_s)
-            shelf = Shelf(roster)
+            wishes = self._wishes = Wishes(books)
+            await wishes.start()
+            shelf = Shelf(roster, wishes)
+            library = Library(
+                Store(), books.mesh.id, Ed25519PrivateKey.from_private_bytes(books.mesh.signing_secret)
+            )
             orchestrator = Orchestrator(settings, books, roster, shelf, placement, heads, recorder, tuning.of)
             roster.on_say(lambda said: _show(console, said))
             peers = PeerTrackers(
@@ -130,6 +141,9 @@ class Server:
                 authenticator=authenticator,
                 experience=experience,
                 peers=peers,
+                wishes=wishes,
+                library=library,
+                steward=Steward(roster, shelf, wishes, library, books.clock),
                 started_s=int(time.time()),
             )
             door = FrontDoor(settings, authenticator, orchestrator, shelf)
@@ -163,6 +177,7 @@ class Server:
         orchestrator.checker.start()
         await peers.apply_drains()
         peers.start()
+        tracker.steward.start()
         return Started(port, tracker.grpc_port, secrets)
 
     async def stop(self) -> None:
@@ -182,6 +197,7 @@ class Server:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._serving
         if self.tracker is not None:
+            await self.tracker.steward.stop()
             await self.tracker.peers.stop()
             await self.tracker.orchestrator.checker.stop()
         if self._roster is not None:
@@ -192,6 +208,8 @@ class Server:
             await self._grpc.stop(GRPC_GRACE_S)
         if self._tuning is not None:
             await self._tuning.stop()
+        if self._wishes is not None:
+            await self._wishes.stop()
         if self._heads is not None:
             await self._heads.close()
         if self._books is not None:

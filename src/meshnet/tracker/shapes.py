@@ -49,7 +49,9 @@ ROUTE = record(
 )
 WEIGHTS = record(latency=NUMBER, load=NUMBER, capacity=NUMBER, hop=NUMBER, prompt=NUMBER)
 ROUTING = record(cost_model=one_of("measured", "weighted"), weights=WEIGHTS)
-OPENAI_MODEL = record(id=STRING, object=one_of("model"), created=INTEGER, owned_by=STRING)
+OPENAI_MODEL = record(
+    id=STRING, object=one_of("model"), created=INTEGER, owned_by=STRING, aliases=array(STRING)
+)
 TIMES = record(
     decode_ms_per_layer=NUMBER, prefill_ms_per_token_layer=NUMBER, embed_ms=NUMBER, output_ms=NUMBER
 )
@@ -67,6 +69,12 @@ SHARD = record(
     n_slots=INTEGER,
     n_ctx=INTEGER,
     memory_bytes=INTEGER,
+    fetch={
+        "anyOf": [
+            record(done_bytes=INTEGER, total_bytes=INTEGER, bytes_per_s=NUMBER, source=STRING),
+            {"type": "null"},
+        ]
+    },
     times=TIMES,
 )
 NODE = record(
@@ -91,6 +99,7 @@ NODE = record(
     served_requests=INTEGER,
     failed_requests=INTEGER,
     on_battery=FLAG,
+    placed=FLAG,
     joined_ms=INTEGER,
     last_seen_ms=INTEGER,
     problems=array(STRING),
@@ -233,6 +242,35 @@ SCHEMAS: dict[str, Schema] = {
         moved_layers=INTEGER,
         exact=FLAG,
         why=array(STRING),
+    ),
+    "LoadedModel": record(id=STRING),
+    "UnloadedModel": record(id=STRING, held_by=array(STRING)),
+    "DefaultModel": record(default=STRING),
+    "Alias": record(alias=STRING, model=TEXT),
+    "PlacementState": record(
+        models=array(
+            record(
+                id=STRING,
+                state=one_of(
+                    "reading",
+                    "placing",
+                    "loading",
+                    "ready",
+                    "waiting",
+                    "evicted",
+                    "off",
+                    "incomplete",
+                    "failed",
+                ),
+                asked=FLAG,
+                progress=NUMBER,
+                reason=TEXT,
+                why=array(STRING),
+            )
+        ),
+        moves=array(record(node=STRING, action=one_of("load", "unload"), model=STRING, layers=PAIR)),
+        default=STRING,
+        aliases={"type": "object", "additionalProperties": STRING},
     ),
     "RoutingSettings": record(default=ROUTING, models={"type": "object", "additionalProperties": ROUTING}),
     "Statistics": record(

@@ -47,6 +47,10 @@ class Joined:
     meshnet_version: str
     engine_version: str
     placement_wanted: bool = False
+    n_slots: int = 0
+    n_ctx: int = 0
+    reserved_bytes: int = 0
+    read_bytes_per_s: float = 0.0
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -176,6 +180,35 @@ class TellDrain:
 
 
 @dataclass(frozen=True, slots=True)
+class TellLoad:
+    """Take a shard on. `sources` are base URLs of machines that serve its bytes ("/": this tracker), `files`
+    those of a hub; `job` comes back with the result."""
+
+    connection: int
+    job: int
+    model: str
+    fingerprint: str
+    first: int
+    last: int
+    cuts: tuple[int, ...]
+    sources: tuple[str, ...]
+    files: tuple[str, ...]
+    weights_pass: str = field(repr=False)
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TellUnload:
+    """Let go of a shard, once nothing runs on it."""
+
+    connection: int
+    job: int
+    model: str
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
 class TellPeers:
     connection: int
     peers: tuple[tuple[str, str], ...]
@@ -224,6 +257,6 @@ class Say:
     level: str = "info"
 
 
-Tell = Welcome | Refuse | TellCuts | TellDrain | TellPeers | TellServing | TellClose
+Tell = Welcome | Refuse | TellCuts | TellLoad | TellUnload | TellDrain | TellPeers | TellServing | TellClose
 """What goes to a node over its stream."""
 Effect = Tell | CloseStream | Probe | Gone | Say

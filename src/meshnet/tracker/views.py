@@ -42,6 +42,7 @@ def node_view(node: Node, now: float, trust: float, engine_note: str = "") -> di
         "served_requests": node.served_requests,
         "failed_requests": node.failed_requests,
         "on_battery": node.on_battery,
+        "placed": node.placement_wanted,
         "joined_ms": node.joined_ms,
         "last_seen_ms": node.seen_ms,
         "problems": problems,
@@ -63,6 +64,14 @@ def shard_view(shard: Shard) -> dict[str, Any]:
         "n_slots": shard.n_slots,
         "n_ctx": shard.n_ctx,
         "memory_bytes": shard.memory_bytes,
+        "fetch": None
+        if shard.fetch is None
+        else {
+            "done_bytes": shard.fetch.done_bytes,
+            "total_bytes": shard.fetch.total_bytes,
+            "bytes_per_s": shard.fetch.bytes_per_s,
+            "source": shard.fetch.source,
+        },
         "times": {
             "decode_ms_per_layer": shard.times.decode_ms_per_layer,
             "prefill_ms_per_token_layer": shard.times.prefill_ms_per_token_layer,
@@ -96,6 +105,12 @@ def model_view(
     }
 
 
-def openai_model(model: Model, created: int) -> dict[str, Any]:
-    """The value that GET /v1/models lists."""
-    return {"id": model.model_id, "object": "model", "created": created, "owned_by": "meshnet"}
+def openai_model(model: Model, created: int, aliases: list[str]) -> dict[str, Any]:
+    """The value that GET /v1/models lists; `aliases` are further names that requests may use."""
+    return {
+        "id": model.model_id,
+        "object": "model",
+        "created": created,
+        "owned_by": "meshnet",
+        "aliases": aliases,
+    }

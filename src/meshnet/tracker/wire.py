@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from meshnet.protocol import membership_pb2 as pb
-from meshnet.tracker.members import Card, Hardware, LinkView, Shard, Times
+from meshnet.tracker.members import Card, Fetch, Hardware, LinkView, Shard, Times
 from meshnet.tracker.signals import Beat, Joined, ShardBeat
 
 MAX_SHARDS = 64
@@ -61,6 +61,10 @@ def read_join(message: pb.JoinRequest, connection: int, now_ms: int) -> Joined:
         meshnet_version=text(message.meshnet_version, 64),
         engine_version=text(message.engine_version, 128),
         placement_wanted=message.placement_wanted,
+        n_slots=min(message.n_slots, MAX_SLOTS),
+        n_ctx=message.n_ctx,
+        reserved_bytes=message.reserved_bytes,
+        read_bytes_per_s=finite(message.read_bytes_per_s),
         labels={text(k, 64): text(v, 256) for k, v in sorted(message.labels.items())[:MAX_LABELS]},
     )
 
@@ -110,6 +114,14 @@ def read_shard(shard: pb.Shard, numerics_class: str) -> Shard:
         recurrent=shard.recurrent,
         card=card,
         memory_bytes=shard.memory_bytes,
+        fetch=Fetch(
+            shard.fetch.done_bytes,
+            shard.fetch.total_bytes,
+            finite(shard.fetch.bytes_per_s),
+            text(shard.fetch.source),
+        )
+        if shard.HasField("fetch")
+        else None,
         free_slots=slots,
         free_kv_tokens=slots * shard.n_ctx,
     )

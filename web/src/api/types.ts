@@ -69,6 +69,8 @@ export interface Shard {
   n_slots?: number;
   n_ctx?: number;
   memory_bytes?: number;
+  /** While its bytes are on their way to the node. */
+  fetch?: { done_bytes: number; total_bytes: number; bytes_per_s: number; source: string } | null;
   times?: Record<string, number>;
 }
 
@@ -118,6 +120,21 @@ export interface Model {
   cost_model?: 'measured' | 'weighted';
   default?: boolean;
   fill_command?: string | null;
+}
+
+/** What the mesh is asked to serve, and what the tracker has nodes do for it now. */
+export interface Placement {
+  models: {
+    id: string;
+    state: 'reading' | 'placing' | 'loading' | 'ready' | 'waiting' | 'evicted' | 'off' | 'incomplete' | 'failed';
+    asked: boolean;
+    progress: number;
+    reason: string | null;
+    why: string[];
+  }[];
+  moves: { node: string; action: 'load' | 'unload'; model: string; layers: [number, number] }[];
+  default: string;
+  aliases: Record<string, string>;
 }
 
 export interface ConsoleEvent {

@@ -1,0 +1,140 @@
+"""What the mesh is to serve: models asked for, further names, the default. Kept in the books, copied here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import structlog
+
+from meshnet.protocol.errors import ApiError
+from meshnet.tracker.books.facade import Books
+from meshnet.tracker.books.records import BooksError
+
+SETTING = "models"
+REFRESH_S = 1.0
+MAX_MODELS = 256
+MAX_ALIASES = 1_000
+
+log = structlog.get_logger("meshnet.wishes")
+
+
+class Wish(msgspec.Struct, frozen=True):
+    """A model that was asked for. `files`: where it lies on a hub; `asked_ms`: when, unix milliseconds."""
+
+    model_id: str
+    source: str
+    fingerprint: str
+    asked_ms: int
+    files: tuple[str, ...] = ()
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """`off` are models that nodes hold and the mesh is not to place; `aliases` lead from names to ids."""
+
+    models: dict[str, Wish] = {}
+    aliases: dict[str, str] = {}
+    default: str = ""
+    off: tuple[str, ...] = ()
+
+
+class Wishes:
+    """A copy in memory; another tracker's change arrives within about two seconds."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self.kept = Kept()
+        self._listeners: list[Callable[[], None]] = []
+        self._refreshing: asyncio.Task[None] | None = None
+        self._lock = asyncio.Lock()
+
+    async def start(self) -> None:
+        await self._load()
+        self._refreshing = asyncio.create_task(self._refresh(), name="wishes-refresh")
+
+    async def stop(self) -> None:
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+            await asyncio.gather(self._refreshing, return_exceptions=True)
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """`listener()` after each change, here or at another tracker."""
+        self._listeners.append(listener)
+
+    async def load(self, wish: Wish) -> None:
+        """The mesh is to serve a model. Raises ApiError."""
+
+        def change(kept: Kept) -> Kept:
+            models = {**kept.models, wish.model_id: wish}
+            if len(models) > MAX_MODELS:
+                raise ApiError(400, f"a mesh is asked for at most {MAX_MODELS} models", param="model")
+            off = tuple(each for each in kept.off if each != wish.model_id)
+            return msgspec.structs.replace(kept, models=models, off=off)
+
+        await self._change(change)
+
+    async def unload(self, model_id: str) -> None:
+        """The mesh is not to place a model any more. Raises ApiError."""
+
+        def change(kept: Kept) -> Kept:
+            models = {name: wish for name, wish in kept.models.items() if name != model_id}
+            off = tuple(dict.fromkeys([*kept.off, model_id]))[-MAX_MODELS:]
+            default = "" if kept.default == model_id else kept.default
+            return msgspec.structs.replace(kept, models=models, off=off, default=default)
+
+        await self._change(change)
+
+    async def set_default(self, model_id: str) -> None:
+        """The model of clients without a wish; empty: the first that is complete. Raises ApiError."""
+        await self._change(lambda kept: msgspec.structs.replace(kept, default=model_id))
+
+    async def set_alias(self, alias: str, model_id: str) -> None:
+        """A further name for a model; an empty id forgets the name. Raises ApiError."""
+
+        def change(kept: Kept) -> Kept:
+            aliases = {name: to for name, to in kept.aliases.items() if name != alias}
+            if model_id:
+                aliases[alias] = model_id
+            elif alias not in kept.aliases:
+                raise ApiError(404, f"there is no alias {alias[:100]!r}", code="unknown_alias", param="alias")
+            if len(aliases) > MAX_ALIASES:
+                raise ApiError(400, f"a mesh has at most {MAX_ALIASES} aliases", param="alias")
+            return msgspec.structs.replace(kept, aliases=aliases)
+
+        await self._change(change)
+
+    async def _change(self, change: Callable[[Kept], Kept]) -> None:
+        async with self._lock:
+            fresh = change(await self._read())
+            try:
+                await self._books.settings.put(SETTING, msgspec.to_builtins(fresh))
+            except BooksError as error:
+                raise ApiError(error.status, error.message, code=error.code) from error
+            self._take(fresh)
+
+    async def _refresh(self) -> None:
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            try:
+                await self._load()
+            except BooksError as error:
+                log.warning("the models asked for could not be read", error=error.message)
+
+    async def _read(self) -> Kept:
+        stored: Any = await self._books.settings.get(SETTING, {})
+        try:
+            return msgspec.convert(stored, Kept)
+        except msgspec.ValidationError as error:
+            log.warning("the models asked for cannot be read", error=str(error))
+            return Kept()
+
+    async def _load(self) -> None:
+        self._take(await self._read())
+
+    def _take(self, fresh: Kept) -> None:
+        if fresh != self.kept:
+            self.kept = fresh
+            for listener in self._listeners:
+                listener()
