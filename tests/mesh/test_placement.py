@@ -93,20 +93,20 @@ def test_an_empty_node_takes_its_layers_from_its_neighbour_over_a_line_that_brea
         fetched = mesh.get("/api/nodes")["nodes"]
         lines.mend("first")
         nodes = wait(mesh, lambda nodes: covers(nodes, "first", "second"))
-        shard = next(s for n in nodes.values() for s in n["shards"] if n["name"] == "second")
+        (shard,) = nodes["second"]["shards"]
         assert any(s["fetch"] for n in fetched for s in n["shards"]), "how far it is can be seen"
-        # Its layers, with the output matrix of the tail, are 63 MB: what had come before the cut stayed.
-        assert lines.passed("first") < 63_000_000 + 15_000_000
+        # What had come before the cut stayed: its layers, the shared matrix and two manifests passed once.
+        size = 30_081_024 + 2_216_448 * (30 - shard["start_layer"])
+        assert size < lines.passed("first") < size + 12_000_000
         with mesh.client() as client, demo.client() as whole:
             answer = chat(client, PROMPT)
             assert answer_text(answer) == answer_text(chat(whole, PROMPT))
-    assert (shard["start_layer"], shard["end_layer"]) == (15, 29)
+    assert shard["start_layer"] <= 15
+    assert shard["end_layer"] == 29
     assert nodes["second"]["placed"]
     assert not nodes["first"]["placed"]
-    assert stages_of(mesh, answer.headers["x-meshnet-call"]) == [("first", 0, 14), ("second", 15, 29)]
-    cache = mesh.folder / "cache-second"
-    assert not (cache / "models").exists(), "it has its layers and nothing else"
-    assert [path.name.rpartition("-")[0][-3:] for path in cache.glob("shards/*.gguf")] == ["-15"]
+    assert [stage[0] for stage in stages_of(mesh, answer.headers["x-meshnet-call"])] == ["first", "second"]
+    assert not (mesh.folder / "cache-second" / "models").exists(), "it has its layers and nothing else"
 
 
 def test_a_file_of_the_tracker_alone_is_spread_over_three_nodes(demo: Demo, mesh: Mesh) -> None:

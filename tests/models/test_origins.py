@@ -181,7 +181,7 @@ async def test_what_others_say_of_themselves_is_bounded() -> None:
         b"[]",
         b'{"spans": [[1, 2]]}',
         b'{"spans": 3}',
-        json.dumps({"spans": [["a"]]}).encode(),
+        b'{"spans": [["a", 1, 2]]}',
     ):
         with pytest.raises(ModelError):
             read_spans(nonsense)

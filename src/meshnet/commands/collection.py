@@ -58,19 +58,14 @@ def load(
             if found["state"] in ("failed", "waiting"):
                 sys.stderr.write(f"meshnet model: {found['reason']}\n")
                 raise typer.Exit(1)
-            name = found["id"]
             time.sleep(POLL_S)
 
 
 def _find(placement: dict[str, Any], name: str) -> dict[str, Any]:
-    """The model's entry; the name that was asked for may have led to another id meanwhile."""
+    """The model's entry; what was asked for may have led to another id meanwhile."""
     models = {each["id"]: each for each in placement["models"]}
-    wanted = placement["aliases"].get(name.lower(), name)
-    found = models.get(wanted) or models.get(wanted.lower())
-    if found is None:
-        asked = [each for each in models.values() if each["asked"] and each["state"] != "ready"]
-        found = asked[-1] if asked else {"id": name, "state": "placing", "progress": 0.0, "reason": None}
-    return dict(found)
+    found = models.get(placement["names"].get(name, name))
+    return dict(found or {"id": name, "state": "placing", "progress": 0.0, "reason": None})
 
 
 def _line(found: dict[str, Any]) -> str:

@@ -38,7 +38,7 @@ def invite(
         sys.stdout.write(json.dumps(made) + "\n")
         return
     sys.stdout.write(f"{made['join_link']}\n")
-    sys.stderr.write("On the other machine: meshnet node LINK --model MODEL --layers A-B\n")
+    sys.stderr.write("On the other machine: meshnet node LINK\n")
 
 
 def drain(

@@ -34,7 +34,8 @@ from meshnet.models.serving import weight_routes
 from meshnet.models.store import Store
 from meshnet.node.batching import Policy
 from meshnet.node.dataplane import DataPlane, DataPlaneServer
-from meshnet.node.fetching import Fetcher, WeightSources
+from meshnet.node.directives import Directives
+from meshnet.node.fetching import Fetcher
 from meshnet.node.headcalls import HeadCalls
 from meshnet.node.http import HttpServer, NodeHttp
 from meshnet.node.identity import Identity, IdentityError, Keeper, default_folder
@@ -140,8 +141,7 @@ class Node:
         self._membership = Membership(
             options.tracker, self, others=keeper.identity.trackers, retry=options.retry
         )
-        self._directives: asyncio.Queue[pb.Directive] = asyncio.Queue(256)
-        self._loads: dict[int, asyncio.Task[None]] = {}
+        self._directives = Directives(self.loader, store, self._fetcher, self._base, self._done)
         self._read_bytes_per_s = 0.0
         self._hurry = asyncio.Event()
         self._serving: set[str] = set()
@@ -160,7 +160,7 @@ class Node:
             asyncio.create_task(self._bring_up(holdings, ready), name="bring up"),
             asyncio.create_task(self._sweep(), name="sweep"),
             asyncio.create_task(self._measurer.run(), name="links"),
-            asyncio.create_task(self._follow(), name="directives"),
+            asyncio.create_task(self._directives.run(), name="directives"),
             asyncio.create_task(watch_parent(self.stop), name="parent"),
         ]
         stopping = asyncio.create_task(self.stop.wait())
@@ -242,6 +242,10 @@ class Node:
         await self._grpc.serving(True)
         await self._proven({holding.model_id for holding in holdings})
         ready(self.describe())
+        if not holdings:
+            log.info(
+                "no layers yet", next="the tracker places them; `meshnet model load` has it serve a model"
+            )
         log.info("node ready", node=self.node_id, http=self.http_url, grpc=self.grpc_address)
 
     async def _proven(self, models: set[str]) -> None:
@@ -270,9 +274,7 @@ class Node:
         await self._membership.leave("stopped")
 
     async def _shut_down(self) -> None:
-        for loading in self._loads.values():
-            loading.cancel()
-        await asyncio.gather(*self._loads.values(), return_exceptions=True)
+        await self._directives.stop()
         await self.heads.stop()
         for session in list(self.stages.sessions.values()):
             session.upstream.lost(session, self.node_id, "closed", "the node stops")
@@ -465,88 +467,7 @@ class Node:
                 self._announce()
             self._done(directive, "")
         else:
-            if kind == "cuts":
-                self._note_cuts(directive.cuts)
-            try:
-                self._directives.put_nowait(directive)
-            except asyncio.QueueFull:
-                self._done(directive, "too many directives wait")
-
-    def _note_cuts(self, cuts: pb.UseCuts) -> None:
-        """Shards that are not loaded yet load with these cuts at once."""
-        for holding in self.loader.holdings:
-            if holding.shard is None and holding.model_id == cuts.model.lower():
-                holding.wanted |= {cut for cut in cuts.cuts if holding.first < cut <= holding.last}
-
-    async def _follow(self) -> None:
-        """Carries out directives that take long, one after the other."""
-        while True:
-            directive = await self._directives.get()
-            try:
-                await self._carry_out(directive)
-            except (LoadError, ModelError, EngineError) as error:
-                log.warning("directive failed", kind=directive.WhichOneof("kind"), reason=str(error))
-                self._done(directive, str(error))
-            else:
-                if directive.WhichOneof("kind") != "load":  # that one answers when it is loaded
-                    self._done(directive, "")
-
-    async def _carry_out(self, directive: pb.Directive) -> None:
-        kind = directive.WhichOneof("kind")
-        if kind == "cuts":
-            await self.loader.use_cuts(directive.cuts.model, directive.cuts.cuts)
-        elif kind == "unload":
-            asked = directive.unload
-            holding = self.loader.find(asked.model, asked.start_layer, asked.end_layer)
-            if holding is None:
-                raise LoadError(
-                    f"no shard {asked.start_layer}-{asked.end_layer} of {asked.model} is loaded here"
-                )
-            loading = self._loads.get(id(holding))
-            if loading is not None:
-                loading.cancel()
-                await asyncio.wait({loading})
-            await self.loader.unload(holding)
-        elif kind == "load":
-            await self._load(directive)
-        else:
-            raise LoadError(f"this version does not know the directive {kind!r}")
-
-    async def _load(self, directive: pb.Directive) -> None:
-        """Takes a shard on; its bytes may be long on their way, so that other directives go on meanwhile."""
-        asked = directive.load
-        sources = WeightSources(tuple(map(self._base, asked.sources)), tuple(asked.files), asked.weights_pass)
-        fingerprint = asked.fingerprint
-        model = await in_thread(lambda: self._store.with_fingerprint(fingerprint, asked.model.lower()))
-        if model is None:
-            model = await self._fetcher.describe(fingerprint, sources)
-        parse_layers(f"{asked.start_layer}-{asked.end_layer}", model.n_layers)
-        self.loader.check(model, [(asked.start_layer, asked.end_layer)])
-        holding = self.loader.add(
-            asked.model.lower(),
-            model,
-            asked.start_layer,
-            asked.end_layer,
-            list(asked.cuts),
-            list(asked.aliases),
-            sources,
-        )
-        task = asyncio.create_task(self._finish_load(directive, holding), name="load")
-        self._loads[id(holding)] = task
-        task.add_done_callback(lambda _: self._loads.pop(id(holding), None))
-
-    async def _finish_load(self, directive: pb.Directive, holding: Holding) -> None:
-        try:
-            await self.loader.load(holding)
-        except LoadError as error:
-            log.warning("directive failed", kind="load", reason=str(error))
-            self.loader.drop(holding)
-            self._done(directive, str(error))
-        except asyncio.CancelledError:
-            self.loader.drop(holding)
-            raise
-        else:
-            self._done(directive, "")
+            self._directives.put(directive)
 
     def _base(self, source: str) -> str:
         """The base URL of a source; "/" is the tracker that this node is a member at."""

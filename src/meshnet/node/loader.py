@@ -26,7 +26,7 @@ from meshnet.models.store import Store
 from meshnet.node.fetching import Fetcher, Fetching, Slice, WeightSources
 from meshnet.node.headmodel import HeadModel
 from meshnet.node.health import capacity_score
-from meshnet.node.limits import available_memory, usable_cores
+from meshnet.node.limits import available_memory, give_back_memory, usable_cores
 from meshnet.node.ring import DEFAULT_BYTES
 from meshnet.node.sessions import Shard
 from meshnet.node.stages import Stages
@@ -209,17 +209,22 @@ class Loader:
         holding.state, holding.progress, holding.error = "loading", 0.0, ""
         self._changed()
         try:
-            slices = await self._bring(holding)
+            holding.slices = await self._bring(holding)
             async with self._lock:
                 if holding.wanted != holding.cuts:
-                    self._fetcher.release(slices)
-                    slices = await self._bring(holding)
-                shard, model = await self._make_of(slices, holding, self._memory_left())
+                    await self._bring_anew(holding)
+                shard, model = await self._make(holding, self._memory_left())
         except (EngineError, ModelError, OSError) as error:
             holding.state, holding.error = "failed", str(error)
             self._changed()
             raise LoadError(str(error)) from error
-        self._install(holding, shard, model, slices)
+        self._install(holding, shard, model)
+
+    async def _bring_anew(self, holding: Holding) -> None:
+        """Brings the slices for other cuts, mostly from those that are here."""
+        before = holding.slices
+        holding.slices = await self._bring(holding)
+        self._fetcher.release(before)
 
     async def _bring(self, holding: Holding) -> list[Slice]:
         """The slices that the shard is loaded from, with the cuts that are wanted now."""
@@ -228,6 +233,7 @@ class Loader:
             return []
         model = holding.model
         borders = segment_borders(model, holding.first, holding.last, sorted(holding.cuts))
+        holding.fetching = Fetching(0, 0, 0.0, "")
         told = 0.0
 
         def report(fetching: Fetching) -> None:
@@ -257,12 +263,10 @@ class Loader:
         )
         self._changed()
 
-    def _install(self, holding: Holding, shard: Shard, model: HeadModel | None, slices: list[Slice]) -> None:
+    def _install(self, holding: Holding, shard: Shard, model: HeadModel | None) -> None:
         """The shard runs what comes from now on."""
         if model is not None:
             self._models[shard.number] = model
-        before, holding.slices = holding.slices, slices
-        self._fetcher.release(before)
         holding.shard, holding.state, holding.progress = shard, "ready", 1.0
         # In front: of two shards with the same layers the new one takes what comes.
         self._stages.shards.insert(0, shard)
@@ -279,15 +283,6 @@ class Loader:
             memory_mb=shard.info.memory_bytes >> 20,
             threads=shard.engine.describe().get("threads"),
         )
-
-    async def _make_of(
-        self, slices: list[Slice], holding: Holding, memory: int
-    ) -> tuple[Shard, HeadModel | None]:
-        try:
-            return await self._make(holding, memory)
-        except BaseException:
-            self._fetcher.release(slices)
-            raise
 
     async def _make(self, holding: Holding, memory: int) -> tuple[Shard, HeadModel | None]:
         """Loads and measures. Raises EngineError and ModelError."""
@@ -369,19 +364,19 @@ class Loader:
         )
         beside = need.total <= self._memory_left()
         try:
-            slices = await self._bring(holding)
+            await self._bring_anew(holding)
             if not beside:
                 await self._retire(holding)
                 holding.state = "loading"
                 self._changed()
-            shard, model = await self._make_of(slices, holding, self._memory_left())
+            shard, model = await self._make(holding, self._memory_left())
         except (EngineError, ModelError, OSError) as error:
             if not beside:
                 holding.state, holding.error = "failed", str(error)
             holding.cuts = frozenset(old.info.entry_layers[1:])
             self._changed()
             raise LoadError(str(error)) from error
-        self._install(holding, shard, model, slices)
+        self._install(holding, shard, model)
         if beside:
             await self._end(old)
 
@@ -420,6 +415,7 @@ class Loader:
         await self._stages.executor.call(shard.engine.unload)
         if model is not None:
             model.close()
+        await in_thread(give_back_memory)
 
     # ---------------------------------------------------------------- what others may read
 

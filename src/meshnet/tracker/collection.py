@@ -37,7 +37,15 @@ class Collection:
         """Answers at once; `GET /api/placement` tells how far it is."""
         require_admin(key_of(request))
         form = await read_form(request, forms.LoadModelForm, needed=True)
-        return answer({"id": self.t.steward.load(form.model.strip())}, 202)
+        wanted = form.model.strip()
+        if not wanted or not wanted.isprintable():
+            raise ApiError(
+                400,
+                "model must be a name, a path on the tracker's machine or hf:ORG/REPO/FILE.gguf",
+                code="invalid_value",
+                param="model",
+            )
+        return answer({"id": self.t.steward.load(wanted)}, 202)
 
     async def unload(self, request: Request) -> Response:
         require_admin(key_of(request))

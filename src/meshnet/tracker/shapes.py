@@ -268,6 +268,7 @@ SCHEMAS: dict[str, Schema] = {
                 why=array(STRING),
             )
         ),
+        names={"type": "object", "additionalProperties": STRING},
         moves=array(record(node=STRING, action=one_of("load", "unload"), model=STRING, layers=PAIR)),
         default=STRING,
         aliases={"type": "object", "additionalProperties": STRING},

@@ -14,6 +14,7 @@ import structlog
 from meshnet.models.errors import ModelError
 from meshnet.protocol.errors import ApiError
 from meshnet.tracker.allocation import Asked, Decision, Load, Unload, decide
+from meshnet.tracker.catalogue import borders
 from meshnet.tracker.library import Library
 from meshnet.tracker.members import Node
 from meshnet.tracker.roster import Roster
@@ -33,6 +34,7 @@ AFTER_UNLOAD_S = 2.5
 RETRY_S = 30.0
 """A node that could not load a model is not asked again for so long."""
 MAX_SOURCES = 8
+MAX_LED = 256
 
 log = structlog.get_logger("meshnet.steward")
 
@@ -85,6 +87,9 @@ class Steward:
         self._unloaded_at = -AFTER_UNLOAD_S
         self._again: set[str] = set()
         self._taking: dict[str, _Taking] = {}
+        self._led: dict[str, str] = {}
+        """What was asked for, and the id of the model that it led to."""
+        self._looked: tuple[Any, float] = (None, 0.0)
         self._decision = Decision((), (), {})
         self._said: dict[str, str] = {}
         self._evicted: dict[str, str] = {}
@@ -115,6 +120,8 @@ class Steward:
         name = known.model_id if known is not None else what
         taking = self._taking.get(name)
         if taking is None or taking.error:
+            for old in [key for key, each in self._taking.items() if each.error][:-MAX_LED]:
+                del self._taking[old]
             self._taking[name] = _Taking()
             self._spawn(self._take(name), "take")
         return name
@@ -131,11 +138,14 @@ class Steward:
             self._evicted.pop(wish.model_id, None)
             self._failed = {key: value for key, value in self._failed.items() if key[1] != wish.model_id}
             await self._wishes.load(wish)
-        except (ModelError, ApiError) as error:
+        except (ModelError, ApiError, OSError, ValueError) as error:
             taking.error = error.message if isinstance(error, ApiError) else str(error)
             self._say("model not loaded", f"model {what} cannot be loaded: {taking.error}", "warning")
             return
         self._taking.pop(what, None)
+        self._led[what] = wish.model_id
+        while len(self._led) > MAX_LED:
+            del self._led[next(iter(self._led))]
         self._say("model asked for", f"model {wish.model_id} is to be served")
         self._wake.set()
 
@@ -213,15 +223,23 @@ class Steward:
         if now - self._unloaded_at < AFTER_UNLOAD_S or self._missed(now):
             return
         pending = {job.node_id: job.load for job in self._jobs.values() if job.load is not None}
-        decision = decide(
-            self._nodes(),
+        nodes = self._nodes()
+        known = [each.model_id for each in models]
+        seen = ([_gist(node, now) for node in nodes], known, pending, set(self._failed), self._wishes.kept)
+        if seen == self._looked[0] and not self._again and now - self._looked[1] < LOOK_S:
+            return
+        self._looked = (seen, now)
+        # Of many nodes it takes a while, in which calls go on.
+        decision = await asyncio.to_thread(
+            decide,
+            nodes,
             models,
             known_links(self._roster.state.links),
             now,
             off=self._wishes.kept.off,
             pending=pending,
-            failed=self._failed.keys(),
-            again=self._again,
+            failed=set(self._failed),
+            again=frozenset(self._again),
         )
         self._again.clear()
         self._decision = replace(decision, why={**self._decision.why, **decision.why})
@@ -302,7 +320,9 @@ class Steward:
                 fingerprint=fingerprint,
                 first=load.first,
                 last=load.last,
-                cuts=(),
+                cuts=tuple(
+                    cut for cut in borders(self._nodes(), load.model_id) if load.first < cut <= load.last
+                ),
                 sources=(*self._bases(fingerprint, load.node_id), "/"),
                 files=wish.files if wish is not None else (),
                 weights_pass=self._library.pass_for(load.node_id, fingerprint),
@@ -314,8 +334,11 @@ class Steward:
 
     def _send_unload(self, unload: Unload) -> None:
         node = self._roster.state.nodes.get(unload.node_id)
-        if node is None or node.connection is None or unload.node_id in self._jobs:
+        if node is None or node.connection is None:
             return
+        running = self._jobs.get(unload.node_id)
+        if running is not None and (running.load is None or running.load.model_id != unload.model_id):
+            return  # a load that is not wanted any more is broken off, anything else comes first
         job = _Job(unload.node_id, node.connection, next(self._numbers), None, unload)
         self._jobs[unload.node_id] = job
         self._roster.tell(TellUnload(node.connection, job.number, unload.model_id, unload.first, unload.last))
@@ -380,7 +403,7 @@ class Steward:
             if what not in names
         ]
         moves = [_move_view(job, self._roster.name_of(job.node_id)) for job in self._jobs.values()]
-        return {"models": models, "moves": moves}
+        return {"models": models, "moves": moves, "names": dict(self._led)}
 
     def _model_view(self, model_id: str) -> dict[str, Any]:
         kept, model = self._wishes.kept, self._shelf.models().get(model_id)
@@ -416,6 +439,14 @@ class Steward:
             "reason": "; ".join(filter(None, [reason, *failed])) or None,
             "why": list(self._decision.why.get(model_id, ())),
         }
+
+
+def _gist(node: Node, now: float) -> tuple[Any, ...]:
+    """What of a node a decision hangs on, but for how much memory is free."""
+    shards = tuple(
+        (s.model, s.start_layer, s.end_layer, s.state, s.usable, s.memory_bytes) for s in node.shards
+    )
+    return node.node_id, node.connection, node.routable(now), shards
 
 
 def replace_asked(wish: Wish, now_ms: int) -> Wish:
