@@ -163,6 +163,8 @@ async def test_the_mesh_shows_gaps_and_how_to_fill_them(page: Page) -> None:
 async def test_nodes_are_drained_and_a_join_command_is_made(signed_in: Page) -> None:
     await signed_in.get_by_role("link", name="Mesh", exact=True).click()
     card = signed_in.locator("[data-node=cellar]")
+    await expect(card).to_contain_text("trust 62 %")
+    await expect(signed_in.locator("[data-node=attic]")).not_to_contain_text("trust")
     await card.get_by_role("button", name="Drain", exact=True).click()
     await expect(card).to_contain_text("draining")
     await expect(signed_in.get_by_text("3 of 4 nodes ready")).to_be_visible()
