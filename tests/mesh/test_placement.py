@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 from support.gates import free_port, gates
 from support.hub import run_hub
 from support.mesh import Demo, Mesh, Process, answer_text, chat
+from support.namespaces import Host, hosts, inside, reason_not_allowed
 from support.smollm2 import smollm2_path
 from support.split_gguf import write_split
 
@@ -24,7 +26,7 @@ def link_of(mesh: Mesh) -> str:
         return str(client.post("/api/invite", json={}).json()["join_link"])
 
 
-def empty_node(mesh: Mesh, name: str, *arguments: str, link: str = "") -> Process:
+def empty_node(mesh: Mesh, name: str, *arguments: str, link: str = "", on: Host | None = None) -> Process:
     """A node with a cache of its own, as on a machine that has nothing yet."""
     process = Process(
         [
@@ -38,6 +40,7 @@ def empty_node(mesh: Mesh, name: str, *arguments: str, link: str = "") -> Proces
         ],
         mesh.folder / f"{name}.log",
         {"MESHNET_CACHE": str(mesh.folder / f"cache-{name}")},
+        prefix=on.prefix if on is not None else (),
     )
     mesh.nodes[name] = process
     mesh._spent.append(process)
@@ -109,27 +112,39 @@ def test_an_empty_node_takes_its_layers_from_its_neighbour_over_a_line_that_brea
     assert not (mesh.folder / "cache-second" / "models").exists(), "it has its layers and nothing else"
 
 
-def test_a_file_of_the_tracker_alone_is_spread_over_three_nodes(demo: Demo, mesh: Mesh) -> None:
-    mesh.start_tracker()
+@pytest.mark.skipif(reason_not_allowed() is not None, reason=str(reason_not_allowed()))
+def test_a_file_of_the_tracker_alone_is_spread_over_three_hosts(demo: Demo, mesh: Mesh) -> None:
+    with demo.client() as whole:
+        expected = answer_text(chat(whole, PROMPT))
+    with hosts(4) as (control, *machines):
+        arguments = ["tracker", "--host", control.address, "--data", str(mesh.folder / "tracker"), "--json"]
+        tracker = Process(arguments, mesh.folder / "tracker.log", prefix=control.prefix)
+        mesh._spent.append(tracker)
+        try:
+            mesh.info = tracker.line()
+            inside(control, lambda: spread(mesh, machines, expected))
+        finally:
+            mesh.stop()
+
+
+def spread(mesh: Mesh, machines: Sequence[Host], expected: str) -> None:
     link = link_of(mesh)
-    # With what llama.cpp needs besides the weights, it takes all three.
-    for name in ("one", "two", "three"):
-        empty_node(mesh, name, "--memory", str(155_000_000), link=link)
+    for name, machine in zip(("one", "two", "three"), machines, strict=True):
+        # With what llama.cpp needs besides the weights, it takes all three.
+        empty_node(mesh, name, "--memory", str(155_000_000), "--host", machine.address, link=link, on=machine)
     with mesh.client(admin=True) as admin:
         assert admin.post("/api/models", json={"model": str(smollm2_path())}).status_code == 202
-    nodes = wait(mesh, lambda nodes: covers(nodes, "one", "two", "three"))
-    assert all(node["served_layers"] not in ([], [[0, 29]]) for node in nodes.values())
-    placement = mesh.get("/api/placement")
-    model = placement["models"][0]
-    assert model["state"] == "ready"
-    assert any("stages cover 30 layers" in line for line in model["why"])
-    with mesh.client(admin=True) as admin, demo.client() as whole:
+        nodes = wait(mesh, lambda nodes: covers(nodes, "one", "two", "three"))
+        assert all(node["served_layers"] not in ([], [[0, 29]]) for node in nodes.values())
+        model = mesh.get("/api/placement")["models"][0]
+        assert model["state"] == "ready"
+        assert any("stages cover 30 layers" in line for line in model["why"])
         answer = chat(admin, PROMPT, model=model["id"])
-        assert answer_text(answer) == answer_text(chat(whole, PROMPT))
+        assert answer_text(answer) == expected
         assert len(stages_of(mesh, answer.headers["x-meshnet-call"])) == 3
         # A further name, and the model let go of again.
         assert admin.put("/api/models/aliases/mine", json={"model": model["id"]}).status_code == 200
-        assert answer_text(chat(admin, PROMPT, model="mine")) == answer_text(answer)
+        assert answer_text(chat(admin, PROMPT, model="mine")) == expected
         assert "mine" in admin.get("/v1/models").json()["data"][0]["aliases"]
         assert admin.delete("/api/models/mine").json() == {"id": model["id"], "held_by": []}
         wait(mesh, lambda nodes: all(node["served_layers"] == [] for node in nodes.values()))
@@ -139,13 +154,15 @@ def test_a_file_of_the_tracker_alone_is_spread_over_three_nodes(demo: Demo, mesh
 def test_a_split_model_on_a_hub_takes_the_room_of_an_idle_one(mesh: Mesh, demo: Demo) -> None:
     """The second model: the same weights under another name, in parts, as a whole on no disk of the mesh."""
     parts = write_split(smollm2_path(), mesh.folder / "parts", name="Twin", tensors=140)
+    assert len(parts) > 1
     files = {f"org/repo/{part.name}": part.read_bytes() for part in parts}
     with run_hub(files) as hub:
         caches = {"MESHNET_CACHE": str(mesh.folder / "cache-tracker"), "HF_ENDPOINT": hub.url}
         mesh.start_tracker(env=caches)
         empty_node(mesh, "only", "--memory", str(250_000_000))
         with mesh.client(admin=True) as admin, demo.client() as whole:
-            assert meshnet(mesh, "model", "load", str(smollm2_path())).returncode == 0
+            assert admin.post("/api/models", json={"model": str(smollm2_path())}).status_code == 202
+            wait(mesh, lambda nodes: covers(nodes, "only"))
             first = mesh.get("/api/models")["models"][0]["id"]
             expected = answer_text(chat(whole, PROMPT))
             assert answer_text(chat(admin, PROMPT, model=first)) == expected
@@ -159,8 +176,8 @@ def test_a_split_model_on_a_hub_takes_the_room_of_an_idle_one(mesh: Mesh, demo: 
             assert f"makes room for {twin}" in states[first]["reason"]
             console = [event["line"] for event in mesh.get("/api/console")["events"]]
             assert any(f"model {first} is unloaded" in line for line in console)
-            assert meshnet(mesh, "model", "default", twin).returncode == 0
-            assert meshnet(mesh, "model", "alias", "both", twin).returncode == 0
+            assert admin.put("/api/models/default", json={"model": twin}).json() == {"default": twin}
+            assert admin.put("/api/models/aliases/both", json={"model": twin}).status_code == 200
             listed = {model["id"]: model for model in mesh.get("/api/models")["models"]}
             assert listed[twin]["default"]
             assert listed[twin]["aliases"] == ["both"]

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+CLONE_NEWNET = 0x40000000
+
+T = TypeVar("T")
 
 
 def _run(*command: str) -> None:
@@ -44,6 +52,20 @@ class Host:
     def run(self, *command: str) -> None:
         """Runs a command on this host and checks it."""
         _run(*self.prefix, *command)
+
+
+def inside(host: Host, work: Callable[[], T]) -> T:
+    """Runs `work` in a thread whose sockets are this host's."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def run() -> T:
+        with Path(f"/run/netns/{host.namespace}").open("rb") as namespace:
+            if libc.setns(namespace.fileno(), CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"cannot enter {host.namespace}")
+        return work()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
 
 
 @contextmanager
