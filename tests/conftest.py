@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,9 +19,16 @@ from meshnet.models.store import Store
 # Models and slices of the tests are kept between runs, but never in the user's own cache.
 os.environ.setdefault("MESHNET_CACHE", str(Path(__file__).parents[1] / ".venv" / "test-cache"))
 
+# Of tests/chaos. Here, so that the header shows it and all workers of a run have the same.
+os.environ.setdefault("CHAOS_SEED", str(secrets.randbelow(1 << 32)))
+
 settings.register_profile("default", deadline=None)
 settings.register_profile("full", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_report_header() -> str:
+    return f"chaos seed: {os.environ['CHAOS_SEED']}"
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from support.quad import Quad
 
-ACTS = ("kill", "stop", "cut", "swallow", "delay", "trickle")
+ACTS = ("kill", "stop", "cut", "cut the port", "swallow", "delay", "trickle")
 RUTHLESS = 0.1
 """How often the last holder of some layers is hit as well."""
 LAYERS = 30

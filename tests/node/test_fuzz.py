@@ -16,10 +16,14 @@ from node.bench import LAST, MESH, Bench, BenchNode
 
 from meshnet.models.gguf import ModelFile
 from meshnet.models.store import Store
-from meshnet.protocol import PROTOCOL_VERSION
+from meshnet.protocol import PROTOCOL_VERSION, calls
 from meshnet.protocol import dataplane_pb2 as pb
 from meshnet.protocol.calls import RouteStage
-from meshnet.protocol.dataplane_pb2_grpc import DataPlaneStub
+from meshnet.protocol.dataplane_pb2_grpc import (
+    DataPlaneServicer,
+    DataPlaneStub,
+    add_DataPlaneServicer_to_server,
+)
 
 T = TypeVar("T")
 EMBD = 576
@@ -41,6 +45,15 @@ class Running:
         self.expected = self.run(self.bench.run([self.head, self.tail], "Once", max_tokens=2)).ids()
 
         self.run(self._know_the_call(stages))
+        self.liar = Liar()
+        self.liar_stage: RouteStage = self.run(self._start_liar())
+
+    async def _start_liar(self) -> RouteStage:
+        self._server = grpc.aio.server()
+        add_DataPlaneServicer_to_server(self.liar, self._server)
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        return RouteStage("liar", 15, LAST, f"127.0.0.1:{port}")
 
     async def _know_the_call(self, stages: list[RouteStage]) -> None:
         """The head answers for the call, so that the tail's sessions of it can be opened."""
@@ -53,6 +66,7 @@ class Running:
 
     def close(self) -> None:
         del self.head.heads._calls[CALL]
+        self.run(self._server.stop(0))
         self.run(self.bench.close())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
@@ -131,6 +145,51 @@ results = st.builds(
         st.builds(pb.Token, position=numbers, token=st.integers(-(2**31), 2**31 - 1)), max_size=2
     ),
 )
+
+
+answers = st.builds(
+    pb.Opened,
+    position=numbers,
+    replay_rows=numbers,
+    decode_ms=st.floats(allow_nan=True),
+    row_ms=st.floats(allow_nan=True),
+    node_id=words,
+    error_code=st.sampled_from(["", "", "busy"]),
+)
+replies = st.builds(
+    pb.Frame,
+    opened=st.lists(st.builds(pb.Opened, session=sessions, stage=numbers, position=numbers), max_size=2),
+    credits=st.lists(st.builds(pb.Credit, session=sessions, stage=numbers, upto=numbers), max_size=3),
+    lost=st.lists(st.builds(pb.Lost, session=sessions, stage=numbers, node_id=words, code=words), max_size=1),
+    results=st.lists(results, max_size=2),
+    steps=st.lists(steps, max_size=1),
+    progress=st.builds(pb.Progress, steps=st.integers(0, 2**63)),
+    hello=st.builds(pb.Hello, node_id=words, protocol_version=st.integers(0, 2**31 - 1)),
+)
+
+
+class Liar(DataPlaneServicer):  # type: ignore[misc]
+    """A tail that greets as it should, answers an open with anything at all, and hangs up."""
+
+    def __init__(self) -> None:
+        self.opened = pb.Opened()
+        self.replies: list[pb.Frame] = []
+
+    async def Exchange(self, _requests: Any, context: Any) -> None:
+        await context.read()
+        greeting = pb.Hello(node_id="liar", protocol_version=PROTOCOL_VERSION, mesh_id=MESH)
+        await context.write(pb.Frame(hello=greeting))
+        asked = (await context.read()).opens[0]
+        answer = pb.Opened()
+        answer.CopyFrom(self.opened)
+        answer.session, answer.stage = asked.session, asked.stage
+        await context.write(pb.Frame(opened=[answer]))
+        for frame in self.replies:
+            for about in frame.credits:
+                about.session = about.session or asked.session
+            for lost in frame.lost:
+                lost.session = lost.session or asked.session
+            await context.write(frame)
 
 
 def good_open(running: Running, choice: int = 0) -> pb.Open:
@@ -227,7 +286,32 @@ def test_any_frames_leave_the_node_serving(running: Running, data: st.DataObject
         credits=st.lists(st.builds(pb.Credit, session=sessions, upto=numbers), max_size=1),
         opened=st.lists(st.builds(pb.Opened, session=sessions, position=numbers), max_size=1),
         lost=st.lists(st.builds(pb.Lost, session=sessions), max_size=1),
+        hello=st.one_of(st.none(), st.builds(pb.Hello, node_id=words)),
+        progress=st.one_of(st.none(), st.builds(pb.Progress, steps=numbers)),
     )
     frames = data.draw(st.lists(frame, min_size=1, max_size=4))
     running.run(throw(running, frames))
+    running.run(still_serves(running))
+
+
+async def ask_the_liar(running: Running) -> None:
+    """The call is told that its tail is lost, whatever that said before."""
+    stages = [running.head.stage(), running.liar_stage]
+    call = await running.head.heads.start(running.bench.request(stages, "Once", max_tokens=2))
+    async with asyncio.timeout(10):
+        while not any(isinstance(event, calls.LostNode) for event in await call.events.take()):
+            pass
+    await running.head.heads.cancel(call)
+    async with asyncio.timeout(10):
+        while running.head.held or running.head.stages.sessions:
+            await asyncio.sleep(0.01)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(answers, st.lists(replies, max_size=3))
+def test_whatever_a_tail_answers_its_head_goes_on(
+    running: Running, opened: pb.Opened, replies: list[pb.Frame]
+) -> None:
+    running.liar.opened, running.liar.replies = opened, replies
+    running.run(ask_the_liar(running))
     running.run(still_serves(running))

@@ -306,6 +306,28 @@ async def test_a_flood_of_bad_tokens_is_one_loss(pair: Pair) -> None:
     await works(pair)
 
 
+async def test_a_token_that_is_told_again_answers_no_step(pair: Pair) -> None:
+    """Else more steps would go down than there is room for: after a loss, the old tail's come late."""
+    request = pair.bench.request([pair.head.stage(), pair.tail.stage()], PROMPT, max_tokens=200)
+    call = await pair.head.heads.start(request)
+    following = asyncio.create_task(pair.bench.follow(call))
+    async with asyncio.timeout(10):
+        while True:
+            session = call._choices[0].session
+            outlet = session.outlet if session is not None else None
+            if session is not None and outlet is not None and outlet.sampled > outlet.answered:
+                break
+            await asyncio.sleep(0)
+    before, told = outlet.answered, [pb.Token(position=1, token=1)]
+    call.take_result(session.id, told, [])
+    late = [pb.Token(position=outlet.asked[0][1], token=10)]
+    call.take_result(f"{call.call_id}/7/0", late, [])
+    assert outlet.answered == before
+    await pair.head.heads.cancel(call)
+    await following
+    await works(pair)
+
+
 async def test_a_draining_node_takes_no_new_calls(pair: Pair) -> None:
     pair.tail.stages.draining = True
     try:
@@ -411,7 +433,7 @@ async def test_a_step_back_is_a_rollback(pair: Pair) -> None:
 
 async def test_more_steps_than_credits(pair: Pair) -> None:
     async with session(pair, "call-flood") as (peer, name):
-        await peer.send(steps=[step(name, position=4 * n, sequence=n) for n in range(12)])
+        await peer.send(steps=[step(name, position=4 * n, sequence=n) for n in range(14)])
         assert (await peer.lost()).code == "bad_step"
     await works(pair)
 

@@ -63,7 +63,8 @@ class Quad:
     # ---------------------------------------------------------------- breaking and mending
 
     def break_(self, name: str, how: str) -> None:
-        """`kill`, `stop`; `cut` or `swallow` both planes of a node while its membership stays."""
+        """`kill`, `stop`; `cut` or `swallow` both planes of a node, `cut the port` of its data plane alone,
+        while its membership stays."""
         if how == "kill":
             self.mesh.nodes[name].kill()
         elif how == "stop":
@@ -72,6 +73,8 @@ class Quad:
         elif how == "cut":
             self.gates.cut(name)
             self.gates.cut(f"{name}/http")
+        elif how == "cut the port":
+            self.gates.cut(name)
         elif how == "swallow":
             self.gates.set(name, swallow=True)
             self.gates.set(f"{name}/http", swallow=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshnet.protocol.calls import NO_WAY_BACK
 from meshnet.tracker.calls import (
     MAX_FORGIVEN,
     Cancelled,
@@ -91,6 +92,15 @@ def test_what_the_head_says_of_itself_counts_as_its_own_failure() -> None:
 def test_a_report_about_a_stranger_blames_nobody() -> None:
     _, effects = run([Placed(("a", "b")), NodeLost("z", "engine", "broken")])
     assert effects[-1] == Place(frozenset())
+
+
+def test_a_tail_that_does_not_reach_two_heads_is_at_fault_before_that_the_head_is() -> None:
+    none = NodeLost("t", NO_WAY_BACK, "cannot reach it")
+    begun: list[Event] = [Placed(("a", "t")), TokensCame(), none]
+    _, effects = run(begun)
+    assert effects[-1] == Place(frozenset({"a"}))
+    _, effects = run([*begun, Placed(("b", "t")), none])
+    assert effects[-1] == Repair(frozenset({"t"}), frozenset({"a", "t"}))
 
 
 def test_a_report_that_the_tracker_has_acted_on_already_changes_nothing() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from meshnet.tracker.catalogue import build_models, gaps
 from meshnet.tracker.members import Card, Hardware, LinkView, Shard, Times
 from meshnet.tracker.registry import step, unique_name
+from meshnet.tracker.roster import Roster
 from meshnet.tracker.signals import (
     Beat,
     CloseStream,
@@ -310,3 +313,15 @@ def test_any_history_leaves_one_stream_per_node_and_no_calls_on_lost_ones(
                 assert not known.set_aside(now)
             assert len(known.losses) <= 64
             assert known.aside_until <= now + state.rules.flap_pause_max_s
+
+
+async def test_a_tracker_that_stood_still_reads_what_came_before_it_judges() -> None:
+    roster = Roster(Rules(lease_s=1.3), probe=lambda asked: asyncio.ensure_future(asyncio.sleep(0, "")))
+    roster.start()
+    roster.feed(joined("a", 1))
+    await asyncio.sleep(0.01)
+    asyncio.get_running_loop().call_later(1.45, roster.feed, beat("a", 1))
+    time.sleep(1.4)  # noqa: ASYNC251 - the whole process stands still
+    await asyncio.sleep(0.3)
+    assert roster.state.nodes["a"].connected
+    await roster.stop()

@@ -157,10 +157,9 @@ class Call:
         if choice >= len(self._choices):
             return
         held = self._choices[choice].session
-        if held is not None and held.outlet is not None:
-            outlet = held.outlet
-            outlet.answered = max(outlet.answered, outlet.sampled)
-            outlet.link.answered((held.id, outlet.stage), outlet.sampled)
+        # A token of an earlier attempt, or one that is told again, answers none of the steps under way.
+        if held is not None and held.id == session and tokens:
+            self._stages.flow.answered_by_token(held, tokens[-1].position)
         self._take_tokens(self._choices[choice], tokens, times)
 
     def fault(self, error: str) -> None:

@@ -7,6 +7,8 @@ from typing import Literal
 
 FLOOR_S = 3.0
 CEILING_S = 10.0
+MOST_S = 1800.0
+"""Whatever a peer says that it needs."""
 DECODE_FACTOR = 20.0
 PREFILL_FACTOR = 4.0
 OPEN_S = 5.0
@@ -40,12 +42,12 @@ def decode_deadline(decode_ms: float, chunk_ms: float) -> Deadline:
 def prefill_deadline(rows: int, row_ms: float) -> Deadline:
     """For a peer that owes a prefill chunk of `rows` rows."""
     estimate = PREFILL_FACTOR * rows * row_ms / 1000
-    return Deadline(min(max(FLOOR_S, estimate), CEILING_S), max(CEILING_S, estimate))
+    return Deadline(min(max(FLOOR_S, estimate), CEILING_S), min(max(CEILING_S, estimate), MOST_S))
 
 
 def open_deadline(stages: int, chunk_ms: float) -> Deadline:
     """For a peer that has to open a session on `stages` stages, each behind a running chunk."""
-    estimate = stages * (OPEN_S + PREFILL_FACTOR * chunk_ms / 1000)
+    estimate = min(stages * (OPEN_S + PREFILL_FACTOR * chunk_ms / 1000), MOST_S)
     return Deadline(min(estimate, stages * OPEN_S), estimate)
 
 

@@ -70,6 +70,9 @@ class Flow:
             return None
         check_step(session, step)
         hidden = read_hidden(step, session.shard.info.n_embd, session.dtype)
+        if session.outlet is not None:
+            # It proves that the token of the last sampled step arrived at the head.
+            self._answered(session, session.outlet, session.outlet.sampled)
         tokens = tuple(step.tokens)
         if tokens:
             session.note_tokens(step.position, tokens)
@@ -101,8 +104,6 @@ class Flow:
     ) -> Work:
         session.sequence += 1
         session.accepted = position + rows
-        if session.outlet is not None:
-            self._answered_by_next(session.outlet, session)
         return Work(
             engine=session.shard.engine,
             lane=session.lane,
@@ -118,12 +119,22 @@ class Flow:
             context=passing,
         )
 
-    def _answered_by_next(self, outlet: Outlet, session: Session) -> None:
-        """A new step from above proves that the token of the last sampled one arrived at the head."""
-        if outlet.sampled > outlet.answered:
-            outlet.answered = outlet.sampled
-            outlet.link.answered((session.id, outlet.stage), outlet.sampled)
-            self._send_waiting(session, outlet)
+    def answered_by_token(self, session: Session, position: int) -> None:
+        """The session's token at `position` came to this head: the step that gave it is done below."""
+        outlet = session.outlet
+        if outlet is not None:
+            upto = [sequence for sequence, first in outlet.asked if first <= position]
+            self._answered(session, outlet, max(upto, default=0))
+
+    def _answered(self, session: Session, outlet: Outlet, upto: int) -> None:
+        """All steps below `upto` are done on the next stage."""
+        if upto <= outlet.answered:
+            return
+        outlet.answered = upto
+        while outlet.asked and outlet.asked[0][0] <= upto:
+            outlet.asked.popleft()
+        outlet.link.answered((session.id, outlet.stage), upto)
+        self._send_waiting(session, outlet)
 
     def _answer_again(self, session: Session, step: pb.Step) -> None:
         """A step that was done before: its tokens, where they are still kept, go to the head once more."""
@@ -224,6 +235,7 @@ class Flow:
             outlet.sequence += 1
             if step.sample:
                 outlet.sampled = outlet.sequence
+                outlet.asked.append((outlet.sequence, step.position + step.rows - step.sample + 1))
             if step.prefill or step.replay:
                 deadline = prefill_deadline(max(step.rows, CHUNK_ROWS), outlet.row_ms)
             else:
@@ -236,10 +248,8 @@ class Flow:
     def credited(self, session: Session, credit: pb.Credit) -> None:
         """The next stage has done all below `credit.upto`."""
         outlet = session.outlet
-        if outlet is None or not outlet.answered < credit.upto <= outlet.sequence:
-            return
-        outlet.answered = credit.upto
-        self._send_waiting(session, outlet)
+        if outlet is not None and credit.upto <= outlet.sequence:
+            self._answered(session, outlet, credit.upto)
 
     def _passed(self, session: Session, sequence: int, sample: int) -> None:
         """A step is computed and sent on: its place is free again."""

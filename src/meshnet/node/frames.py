@@ -28,6 +28,9 @@ OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 16 << 10),
+    # A channel of its own connection: gRPC would share that of an earlier one, and with it the pause that it
+    # makes after a failure, in which a peer that is back cannot be reached.
+    ("grpc.use_local_subchannel_pool", 1),
 ]
 
 _FIELD = {

@@ -38,6 +38,7 @@ from meshnet.node.sessions import (
     sampling_from_wire,
 )
 from meshnet.protocol import dataplane_pb2 as pb
+from meshnet.protocol.calls import NO_WAY_BACK
 from meshnet.protocol.tickets import Ticket
 
 PARK_S = 30.0
@@ -90,7 +91,12 @@ class _ToHead(_Below):
     """The same on the tail's link to the head: if that breaks, this node cannot serve the route."""
 
     def on_lost(self, node_id: str, code: str, message: str) -> None:
-        self._stages.broke(self._session, self._stages.node_id, code, f"the tail {message}")
+        self._stages.broke(self._session, self._stages.node_id, _way_back(code), f"the tail {message}")
+
+
+def _way_back(code: str) -> str:
+    """What a tail says when its link to the head failed with `code`."""
+    return NO_WAY_BACK if code in ("unreachable", "deadline") else code
 
 
 class Stages:
@@ -394,6 +400,14 @@ class Stages:
         opened = await link.open(below, _Below(self, session), deadline)
         if opened.error_code:
             raise PeerLost(opened.node_id or following.node_id, opened.error_code, opened.error)
+        # An earlier attempt may have brought a stage some steps further than the head has told of.
+        most = len(session.tokens) + CREDITS if message.attach else session.computed
+        if opened.position > most:
+            link.close(pb.Close(session=session.id, stage=below.stage))
+            reason = (
+                f"{following.node_id} says that it holds {opened.position} positions; {most} are possible"
+            )
+            raise PeerLost(following.node_id, "refused", reason)
         outlet = Outlet(
             link=link,
             stage=session.stage + 1,
@@ -436,7 +450,7 @@ class Stages:
         try:
             opened = await link.open(request, _ToHead(self, session), open_deadline(1, 0.0))
         except PeerLost as lost:
-            raise PeerLost(self.node_id, lost.code, f"the tail {lost.message}") from lost
+            raise PeerLost(self.node_id, _way_back(lost.code), f"the tail {lost.message}") from lost
         if opened.error_code:
             raise PeerLost(self.node_id, opened.error_code, opened.error)
         session.results = link

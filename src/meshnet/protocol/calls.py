@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+NO_WAY_BACK = "no_way_back"
+"""Code of a loss: the tail, which the head reaches, does not reach the head. Either may be cut off."""
 TICKET_HEADER = "x-meshnet-route"
 EVENTS_MEDIA_TYPE = "application/x-meshnet-events"
 ALIVE_S = 2.0

@@ -11,6 +11,8 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
+from meshnet.protocol.calls import NO_WAY_BACK
+
 Phase = Literal[
     "accepted",
     "queued",
@@ -54,6 +56,8 @@ class State(msgspec.Struct, frozen=True):
     reroutes: int = 0
     busy: int = 0
     forgiven: int = 0
+    unheard: frozenset[str] = frozenset()
+    """Tails that did not reach a head which reached them."""
     degraded: bool = False
     repairing: bool = False
 
@@ -271,6 +275,11 @@ def _node_lost(state: State, event: NodeLost) -> Step:
     if event.node_id == state.head or event.node_id not in state.nodes:
         # The head speaks of itself, or of a node that is not in its route: start over.
         return _head_failed(state, HeadFailed(event.code, event.message), blame=event.node_id == state.head)
+    if event.code == NO_WAY_BACK and event.node_id not in state.unheard:
+        # The head's port is closed, more likely than every way out of the tail. If that tail does not reach
+        # the next head either, it is the tail.
+        state = replace(state, unheard=state.unheard | {event.node_id})
+        return _head_failed(state, HeadFailed(event.code, event.message))
     state, too_many = _counted(state, event.node_id, event.code)
     if too_many is not None:
         return _end(state, too_many)

@@ -358,7 +358,9 @@ async def serve_membership(membership: Membership, host: str, port: int) -> tupl
 
 async def probe_node(asked: signals.Probe, timeout_s: float) -> str:
     """Runs one decode step through the whole shard; empty when it answered, else why not."""
-    async with grpc.aio.insecure_channel(asked.grpc_address) as channel:
+    # Not the pause that an earlier channel makes after a failure: the node may be back.
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.insecure_channel(asked.grpc_address, options=options) as channel:
         stub = dataplane_pb2_grpc.DataPlaneStub(channel)
         try:
             reply = await stub.Probe(dataplane_pb2.ProbeRequest(model=asked.model), timeout=timeout_s)

@@ -30,6 +30,8 @@ from meshnet.tracker.signals import (
 )
 
 TICK_S = 0.25
+STALL_S = 1.0
+"""A tick came late by so much: this process stood still, and reads first what came meanwhile."""
 
 log = structlog.get_logger("meshnet.mesh")
 
@@ -186,7 +188,10 @@ class Roster:
 
     async def _tick(self) -> None:
         while True:
+            due = time.monotonic() + TICK_S
             await asyncio.sleep(TICK_S)
+            if time.monotonic() - due > STALL_S:
+                continue
             self.feed(Tick(time.time_ns() // 1_000_000))
 
 
