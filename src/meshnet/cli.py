@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -101,6 +102,8 @@ def _defaults(wanted: str | None) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script."""
+    # Its remarks on handshakes that failed say nothing that our own log does not.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     given = list(sys.argv[1:] if arguments is None else arguments)
     if alias := ALIASES.get((given[0], given[1]) if len(given) > 1 else ("", "")):
         given[:2] = [alias]

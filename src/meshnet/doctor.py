@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import socket
+import ssl
 import time
 import urllib.error
 import urllib.parse
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import psutil
@@ -124,7 +125,7 @@ def check_port(name: str, port: int) -> Finding:
 def check_tracker(url: str) -> Iterator[Finding]:
     """The tracker answers, its gRPC port is open from here, the versions agree and so do the clocks."""
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/api/join-info", timeout=5) as answer:  # noqa: S310
+        with _open(f"{url.rstrip('/')}/api/join-info") as answer:
             info = msgspec.json.decode(answer.read())
             date = answer.headers.get("Date")
     except (OSError, ValueError, msgspec.DecodeError) as error:
@@ -136,6 +137,7 @@ def check_tracker(url: str) -> Iterator[Finding]:
         )
         return
     yield Finding("tracker", "ok", f"{url}: meshnet {info['version']}, mesh {info['mesh_id']}")
+    yield check_tls(urllib.parse.urlsplit(url).hostname or "", bool(info.get("tls")), str(info.get("ca", "")))
     if info["protocol_version"] != PROTOCOL_VERSION:
         yield Finding(
             "versions",
@@ -169,6 +171,52 @@ def check_tracker(url: str) -> Iterator[Finding]:
             yield Finding("clock", "ok", f"within {max(apart, 1):.0f} s of the tracker's")
 
 
+def check_tls(host: str, tls: bool, ca: str) -> Finding:
+    """Whether the machines of the mesh speak TLS, where others could listen in."""
+    if tls:
+        return Finding("tls", "ok", f"between the machines; the mesh's fingerprint is {ca}")
+    if host in ("localhost", "::1") or host.startswith("127."):
+        return Finding("tls", "ok", "none: the mesh is on this machine alone")
+    return Finding(
+        "tls",
+        "warn",
+        "the machines of the mesh speak plain: prompts, answers and join tokens can be listened to",
+        "start the tracker and its nodes without --insecure",
+    )
+
+
+def check_nodes(url: str, key: str) -> Iterator[Finding]:
+    """What the tracker and the nodes report of each other, such as ports that a firewall closes."""
+    request = urllib.request.Request(  # noqa: S310
+        f"{url.rstrip('/')}/api/nodes", headers={"authorization": f"Bearer {key}"}
+    )
+    try:
+        with _open(request) as answer:
+            nodes = msgspec.json.decode(answer.read())["nodes"]
+    except (OSError, ValueError, KeyError, msgspec.DecodeError) as error:
+        yield Finding(
+            "nodes",
+            "warn",
+            f"{url}/api/nodes: {error}",
+            "put an admin key of this mesh into MESHNET_API_KEY, or leave it out",
+        )
+        return
+    for node in nodes:
+        for problem in node["problems"]:
+            what, _, remedy = str(problem).partition("; ")
+            yield Finding("nodes", "warn", what, remedy or f"look at the log of {node['name']}")
+    if not any(node["problems"] for node in nodes):
+        yield Finding("nodes", "ok", f"{len(nodes)} known, none has a problem")
+
+
+def _open(request: str | urllib.request.Request) -> Any:
+    """What a tracker answers. Whose certificate it has does not matter, unless a key goes to it."""
+    context = ssl.create_default_context()
+    if isinstance(request, str):
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return urllib.request.urlopen(request, timeout=5, context=context)  # noqa: S310
+
+
 def examine(*, cache: Path, tracker: str | None) -> Iterator[Finding]:
     """All checks, in the order a person would ask."""
     checks: list[Callable[[], Finding]] = [check_python, check_engine, check_cpu, check_memory]
@@ -179,3 +227,5 @@ def examine(*, cache: Path, tracker: str | None) -> Iterator[Finding]:
         yield check_port(name, port)
     if tracker:
         yield from check_tracker(tracker)
+        if key := os.environ.get("MESHNET_API_KEY", ""):
+            yield from check_nodes(tracker, key)

@@ -12,7 +12,8 @@ from typing import Any
 import grpc
 import pytest
 
-from meshnet.node.membership import JoinFailed, Membership, TrackerGone, meant_for, read_join_info
+from meshnet.node.joininfo import JoinFailed, JoinInfo, TrackerGone, meant_for, read_join_info
+from meshnet.node.membership import Membership
 from meshnet.protocol import membership_pb2 as pb
 from meshnet.protocol.membership_pb2_grpc import MembershipServicer, add_MembershipServicer_to_server
 
@@ -57,6 +58,15 @@ class Node:
 
     def other_trackers(self, trackers: tuple[str, ...]) -> None:
         self.kept_trackers = trackers
+
+    def noticed(self, notice: pb.Notice) -> None:
+        assert notice.text
+
+    async def prepare(self, tracker: str, info: JoinInfo) -> None:
+        assert info.grpc_address
+
+    def channel(self, address: str, options: list[tuple[str, Any]]) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(address, options=options)
 
 
 class Stub(MembershipServicer):  # type: ignore[misc]

@@ -373,14 +373,15 @@ def test_control_groups_bound_the_memory(tmp_path: Path) -> None:
 
 def test_an_identity_is_kept_for_its_owner_alone(tmp_path: Path) -> None:
     keeper = Keeper(tmp_path)
+    key = keeper.identity.key
     node_id = keeper.identity.node_id
-    keeper.keep(Identity(node_id, "mesh", "secret"))
+    keeper.keep(Identity(node_id, "mesh", "secret", key=key))
     assert stat.S_IMODE((tmp_path / "node.json").stat().st_mode) == 0o600
     with pytest.raises(IdentityError, match="another node"):
         Keeper(tmp_path)
     keeper.close()
     again = Keeper(tmp_path)
-    assert again.identity == Identity(node_id, "mesh", "secret")
+    assert again.identity == Identity(node_id, "mesh", "secret", key=key)
     again.close()
 
 

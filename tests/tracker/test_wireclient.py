@@ -11,6 +11,7 @@ import pytest
 from meshnet.protocol.calls import GenerateCall
 from meshnet.tracker import wireclient
 from meshnet.tracker.heads import HeadError, Heads
+from meshnet.tracker.members import Way
 from meshnet.tracker.wireclient import TimeUp, WireClient, WireError
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -91,7 +92,7 @@ async def test_a_kept_connection_that_the_peer_has_closed_is_replaced() -> None:
     call = GenerateCall("c", 0, "chat", "m", {}, "t", 1, 1)
     async with Peer(once) as peer:
         for _ in range(3):
-            assert await heads.tokenize(peer.url, call) == 3
+            assert await heads.tokenize(Way(peer.url), call) == 3
         assert peer.connections == 3
     await heads.close()
 
@@ -215,7 +216,7 @@ async def test_refusals_keep_the_peers_words() -> None:
     heads = Heads(2.0)
     async with Peer(refuse) as peer:
         with pytest.raises(HeadError) as refused:
-            await heads.tokenize(peer.url, GenerateCall("c", 0, "chat", "m", {}, "t", 1, 1))
+            await heads.tokenize(Way(peer.url), GenerateCall("c", 0, "chat", "m", {}, "t", 1, 1))
         assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
         assert (refused.value.message, refused.value.param) == ("too long", "messages")
     await heads.close()

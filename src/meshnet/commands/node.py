@@ -15,13 +15,20 @@ import psutil
 import typer
 import uvloop
 
-from meshnet.node.app import NodeOptions, StartError, make_node
+from meshnet.node.app import NodeOptions, StartError, make_node, name_and_port
+from meshnet.node.identity import default_folder, known_mesh
 from meshnet.node.loader import DEFAULT_SLOTS, EngineOptions
 from meshnet.node.logs import set_up_logs
+from meshnet.node.rest import Limits
 from meshnet.node.ring import DEFAULT_BYTES
+from meshnet.protocol.finding import NotChosen, choose
 from meshnet.protocol.invitation import InvitationError, parse_link
 
 SWITCH_S = 0.0001
+INSECURE = (
+    "warning: --insecure: prompts, answers, hidden states and the join token travel in the clear, and "
+    "whoever can reach this machine's ports can speak to it; keep to a network that you trust"
+)
 SIZE = re.compile(r"^(?:(\d+(?:\.\d+)?)([kmgt]?)(i?)b?)?$")
 MOST = 65_535
 """No machine has more CPUs, no model more layers."""
@@ -35,6 +42,7 @@ def node(
     join_token: Annotated[
         str, typer.Option(envvar="MESHNET_JOIN_TOKEN", help="Needed the first time (see `meshnet invite`).")
     ] = "",
+    mesh: Annotated[str, typer.Option(help="Which mesh of this network to join, by name or id.")] = "",
     model: Annotated[str, typer.Option(help="Model id, hf:ORG/REPO/FILE.gguf or path.")] = "",
     layers: Annotated[str, typer.Option(help="Layers to hold: A-B[,C-D], both ends included.")] = "",
     name: Annotated[str, typer.Option(help="Name for people (default: the host's).")] = "",
@@ -74,6 +82,18 @@ def node(
     replay_buffer: Annotated[
         int, typer.Option(min=0, help="Bytes of sent hidden states that are kept for lost stages.")
     ] = DEFAULT_BYTES,
+    when: Annotated[
+        str, typer.Option(help="always, or idle: rest while others use the machine, and on battery.")
+    ] = "always",
+    idle_cpu: Annotated[
+        float, typer.Option(min=0, max=1, help="With --when idle: more of the CPU for others is use.")
+    ] = Limits().others,
+    idle_after: Annotated[
+        float, typer.Option(min=0, help="With --when idle: seconds without use before it works.")
+    ] = Limits().calm_s,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="No TLS; the tracker needs --insecure as well.")
+    ] = False,
     no_retry: Annotated[bool, typer.Option("--no-retry", help="End when the tracker is not there.")] = False,
     log: Annotated[str, typer.Option(help="Form of the log: console or json.")] = "console",
     as_json: Annotated[
@@ -81,16 +101,14 @@ def node(
     ] = False,
 ) -> None:
     """Run a node: hold layers of a model and compute them."""
+    pin = ""
     if link:
         try:
             invitation = parse_link(link)
         except InvitationError as error:
             _complain(str(error))
             raise typer.Exit(2) from error
-        tracker, join_token = tracker or invitation.tracker, invitation.token
-    if not tracker:
-        _complain("give the join link that `meshnet invite` prints, or --tracker http://HOST:PORT")
-        raise typer.Exit(2)
+        tracker, join_token, pin = tracker or invitation.tracker, invitation.token, invitation.ca
     if model and not layers:
         _complain("--layers is missing: say which layers of the model to hold, as in --layers 0-14")
         raise typer.Exit(2)
@@ -100,13 +118,18 @@ def node(
     for flag, value, choices in (
         ("log", log, ("console", "json")),
         ("link-dtype", link_dtype, ("f32", "f16")),
+        ("when", when, ("always", "idle")),
     ):
         if value not in choices:
             _complain(f"--{flag} is {value!r}; {' and '.join(choices)} are possible")
             raise typer.Exit(2)
+    if not tracker:
+        tracker, join_token = _found(mesh, join_token, data or default_folder(name_and_port(name, port)))
     options = NodeOptions(
         tracker=tracker,
         join_token=join_token,
+        pin=pin,
+        insecure=insecure,
         model=model,
         layers=layers,
         name=name,
@@ -133,7 +156,10 @@ def node(
         link_dtype=link_dtype,
         download_limit=_size("download-limit", download_limit),
         max_gap_ms=max_gap,
+        rest=Limits(idle_cpu, idle_after) if when == "idle" else None,
     )
+    if insecure:
+        _complain(INSECURE)
     # With --json stdout belongs to the one line.
     set_up_logs("json" if log == "json" else "console", sys.stderr if as_json else sys.stdout)
     code = 0
@@ -148,6 +174,30 @@ def node(
     sys.stderr.flush()
     # The engine's thread may be deep in a computation that cannot be broken off; nothing is left to be saved.
     os._exit(code)
+
+
+def _found(mesh: str, token: str, folder: Path) -> tuple[str, str]:
+    """A tracker of this network and the token for it, which is asked for where somebody can answer."""
+    from meshnet.node.finding import find_trackers
+
+    kept = known_mesh(folder)
+    try:
+        all_found = asyncio.run(find_trackers())
+        here = any(each.mesh_id == kept for each in all_found)
+        found = choose(all_found, mesh or (kept if here else ""))
+    except NotChosen as error:
+        _complain(str(error))
+        raise typer.Exit(2) from error
+    _complain(f"found the mesh {found.name} ({found.mesh_id}) at {found.url}")
+    if not token and kept != found.mesh_id:
+        if not sys.stdin.isatty():
+            _complain(
+                "its join token is missing: give --join-token or MESHNET_JOIN_TOKEN, or the join link that "
+                "`meshnet invite` prints"
+            )
+            raise typer.Exit(2)
+        token = str(typer.prompt("Join token (from `meshnet invite`)", hide_input=True)).strip()
+    return found.url, token
 
 
 async def _run(options: NodeOptions, *, as_json: bool) -> None:

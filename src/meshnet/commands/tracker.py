@@ -32,6 +32,17 @@ def tracker(
     new_keys: Annotated[
         bool, typer.Option("--new-keys", help="Make and show further keys and a join token.")
     ] = False,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="No TLS between the machines of the mesh.")
+    ] = False,
+    mdns: Annotated[
+        bool | None, typer.Option("--mdns/--no-mdns", help="Say on the local network where the tracker is.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="The mesh's name for people.")] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="Own certificate (PEM, with chain) for browsers and clients.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its key, where it lies in a file of its own.")] = None,
     log: Annotated[str | None, typer.Option(help="Form of the log: console or json.")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON on stdout when ready.")
@@ -46,6 +57,11 @@ def tracker(
         "data": data,
         "database": database,
         "new_keys": new_keys or None,
+        "insecure": insecure or None,
+        "mdns": mdns,
+        "name": name,
+        "tls_cert": tls_cert,
+        "tls_key": tls_key,
         "log": log,
     }
     try:
@@ -93,7 +109,7 @@ async def _run(settings: TrackerSettings, *, as_json: bool) -> None:
 def _announce(settings: TrackerSettings, started: Started, *, as_json: bool) -> None:
     host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host  # noqa: S104 - shown, not bound
     shown = f"[{host}]" if ":" in host else host
-    base = f"http://{shown}:{started.http_port}"
+    base = f"{'https' if settings.https_only else 'http'}://{shown}:{started.http_port}"
     secrets = started.secrets
     values: dict[str, Any] = {
         "base_url": f"{base}/v1",
@@ -112,10 +128,16 @@ def _announce(settings: TrackerSettings, started: Started, *, as_json: bool) -> 
     else:
         sys.stderr.write(_for_people(values))
         sys.stderr.flush()
-    if not settings.loopback:
+    if settings.insecure and not settings.loopback:
         _complain(
-            f"warning: listening on {settings.host} without TLS: keys, prompts and answers travel in the "
-            "clear; put a TLS proxy in front, or keep to a network that you trust"
+            f"warning: --insecure on {settings.host}: join tokens, prompts, answers and hidden states travel "
+            "between the machines in the clear; keep to a network that you trust"
+        )
+    if not settings.loopback and not settings.https_only:
+        _complain(
+            f"warning: browsers and clients reach {settings.host} over plain HTTP: keys, prompts and answers "
+            "of theirs travel in the clear; give a certificate that they know (--tls-cert, --tls-key), or "
+            "keep to a network that you trust"
         )
 
 

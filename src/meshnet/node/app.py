@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import msgspec
 import psutil
 import structlog
@@ -38,18 +39,22 @@ from meshnet.node.directives import Directives
 from meshnet.node.fetching import Fetcher
 from meshnet.node.headcalls import HeadCalls
 from meshnet.node.http import HttpServer, NodeHttp
-from meshnet.node.identity import Identity, IdentityError, Keeper, default_folder
+from meshnet.node.identity import IdentityError, Keeper, default_folder
+from meshnet.node.joininfo import JoinFailed, JoinInfo, TrackerGone, elsewhere, read_join_info
 from meshnet.node.limits import available_memory, memory_limit, usable_cores
 from meshnet.node.links import Links
 from meshnet.node.loader import EngineOptions, Holding, Loader, LoadError, in_thread, parse_layers, times
 from meshnet.node.measure import LinkMeasurer
-from meshnet.node.membership import JoinFailed, Membership
+from meshnet.node.membership import Membership
 from meshnet.node.metrics import Metrics
+from meshnet.node.rest import Limits, Watch, keep_resting, on_battery
 from meshnet.node.ring import SentRing
 from meshnet.node.sessions import Refused
 from meshnet.node.speed import read_bytes_per_s
 from meshnet.node.stages import Stages
 from meshnet.node.verify import Verifier
+from meshnet.node.wallet import Wallet
+from meshnet.node.whereabouts import Whereabouts
 from meshnet.process import watch_parent
 from meshnet.protocol import PROTOCOL_VERSION
 from meshnet.protocol import membership_pb2 as pb
@@ -76,7 +81,11 @@ class NodeOptions:
     """What `meshnet node` was asked for. Empty `model`: the tracker may place shards here."""
 
     tracker: str
-    join_token: str = ""
+    join_token: str = field(default="", repr=False)
+    pin: str = ""
+    """Fingerprint of the mesh's authority, from the join link."""
+    insecure: bool = False
+    """No TLS, whatever the tracker's address is."""
     model: str = ""
     layers: str = ""
     name: str = ""
@@ -95,6 +104,8 @@ class NodeOptions:
     download_limit: float = 0.0
     """Bytes per second that weights may take of the line; 0: all of it."""
     max_gap_ms: float = Policy().max_gap_ms
+    rest: Limits | None = None
+    """When the node leaves the machine to its owner; None: never."""
 
 
 class Node:
@@ -109,7 +120,14 @@ class Node:
         self._host = options.host or default_host(options.tracker)
         self._boot_id = secrets.randbits(63)
         self._verifier = Verifier()
-        self._links = Links(lambda: self._plane.hello())
+        self._wallet = Wallet(
+            keeper,
+            options.tracker,
+            token=options.join_token,
+            pin=options.pin,
+            insecure=options.insecure,
+        )
+        self._links = Links(lambda: self._plane.hello(), self._wallet.channel)
         self._link_dtypes: dict[str, str] = {}
         self.stages = Stages(
             self.node_id,
@@ -120,10 +138,16 @@ class Node:
             link_dtype=lambda node_id: self._link_dtypes.get(node_id, options.link_dtype),
         )
         limit = RateLimit(options.download_limit) if options.download_limit else None
-        self._fetcher = Fetcher(store, limit=limit)
+        self._fetcher = Fetcher(store, limit=limit, mesh_session=self._wallet.member_session)
         self.loader = Loader(self.stages, store, options.engine, self._announce, self._fetcher)
         self.heads = HeadCalls(self.stages, self._verifier.verify, self.loader.head_model)
-        self._plane = DataPlane(self.node_id, lambda: self._verifier.mesh_id, self.stages, self.heads)
+        self._plane = DataPlane(
+            self.node_id,
+            lambda: self._verifier.mesh_id,
+            self.stages,
+            self.heads,
+            lambda: self._wallet.tls,
+        )
         self._grpc = DataPlaneServer(self._plane)
         metrics = Metrics(self.stages, self._links, lambda: len(self.heads))
         self._http_app = NodeHttp(
@@ -137,10 +161,14 @@ class Node:
         ).app()
         self._http: HttpServer | None = None
         self.http_port = 0
-        self._measurer = LinkMeasurer(self._links_measured)
+        self._measurer = LinkMeasurer(self._links_measured, self._wallet.channel)
         self._membership = Membership(
             options.tracker, self, others=keeper.identity.trackers, retry=options.retry
         )
+        self._whereabouts = Whereabouts(options.tracker, self._moved)
+        self._drained_by_tracker = False
+        self._resting = ""
+        """Why the node takes no calls just now, with --when idle."""
         self._directives = Directives(self.loader, store, self._fetcher, self._base, self._done)
         self._read_bytes_per_s = 0.0
         self._hurry = asyncio.Event()
@@ -161,8 +189,14 @@ class Node:
             asyncio.create_task(self._sweep(), name="sweep"),
             asyncio.create_task(self._measurer.run(), name="links"),
             asyncio.create_task(self._directives.run(), name="directives"),
+            asyncio.create_task(self._wallet.renew(self._membership.at), name="certificate"),
             asyncio.create_task(watch_parent(self.stop), name="parent"),
         ]
+        if elsewhere(self.options.tracker):
+            tasks.append(asyncio.create_task(self._whereabouts.run(), name="whereabouts"))
+        if self.options.rest is not None:
+            resting = keep_resting(self.options.rest, Watch().look, self._rest, time.monotonic)
+            tasks.append(asyncio.create_task(resting, name="rest"))
         stopping = asyncio.create_task(self.stop.wait())
         try:
             await self._serve(stopping, tasks)
@@ -220,15 +254,37 @@ class Node:
     async def _listen(self) -> None:
         """Opens both ports. Raises StartError."""
         options = self.options
+        await self._meet()
         try:
             listener = listen(self._host, options.port)
             self.http_port = listener.getsockname()[1]
             check_free(self._host, options.grpc_port, flag="--grpc-port")
-            await self._grpc.start(self._host, options.grpc_port)
+            await self._grpc.start(self._host, options.grpc_port, self._wallet.server_credentials())
         except OSError as error:
             raise StartError(str(error)) from error
-        self._http = HttpServer(self._http_app, listener)
+        self._http = HttpServer(self._http_app, listener, self._wallet.server_context())
         self._http.start()
+
+    def _moved(self, why: str) -> None:
+        """The lines that were open lead nowhere: new ones, with what is loaded as it is."""
+        log.info("coming back", reason=why)
+        self._links.forget(why)
+        self._membership.renew(why)
+
+    async def _meet(self) -> None:
+        """On one machine the tracker says whether the mesh speaks TLS; one that is not there yet does not."""
+        if self._wallet.tls or self.options.insecure:
+            return
+        with contextlib.suppress(TrackerGone, JoinFailed):
+            self._wallet.meet(await asyncio.to_thread(read_join_info, self.options.tracker))
+
+    async def prepare(self, tracker: str, info: JoinInfo) -> None:
+        """Before each join: a certificate, where the mesh has them. Raises JoinFailed and TrackerGone."""
+        await self._wallet.ensure(tracker, info)
+
+    def channel(self, address: str, options: list[tuple[str, Any]]) -> grpc.aio.Channel:
+        """To the tracker."""
+        return self._wallet.channel(address, options=options)
 
     async def _bring_up(self, holdings: list[Holding], ready: Callable[[dict[str, Any]], None]) -> None:
         with contextlib.suppress(TimeoutError):
@@ -323,11 +379,12 @@ class Node:
             return self.options.advertise
         if self._host not in ("0.0.0.0", "::"):  # noqa: S104 - recognised, not bound
             return self._host
-        return own_address(self.options.tracker)
+        return self._whereabouts.address
 
     @property
     def http_url(self) -> str:
-        return f"http://{bracketed(self.address)}:{self.options.advertise_port or self.http_port}"
+        scheme = "https" if self._wallet.tls else "http"
+        return f"{scheme}://{bracketed(self.address)}:{self.options.advertise_port or self.http_port}"
 
     @property
     def grpc_address(self) -> str:
@@ -358,8 +415,9 @@ class Node:
             engine_version=f"{load_library().provider}-{load_library().version}",
             node_id=self.node_id,
             name=self._name,
-            join_token="" if back else self.options.join_token,
-            credential=identity.credential if back else "",
+            # With TLS the certificate lets it in: neither is shown to anybody.
+            join_token="" if back or self._wallet.tls else self.options.join_token,
+            credential=identity.credential if back and not self._wallet.tls else "",
             mesh_id=identity.mesh_id if back else "",
             http_url=self.http_url,
             grpc_address=self.grpc_address,
@@ -396,6 +454,7 @@ class Node:
             memory_free_bytes=available_memory(),
             unix_ms=int(time.time() * 1000),
             on_battery=on_battery(),
+            resting=self._resting,
         )
         # While a shard makes way for another one of the same layers, the new one stands in front.
         current = {(s.model, s.info.first, s.info.last): s for s in reversed(stages.shards)}
@@ -435,7 +494,7 @@ class Node:
         self._verifier.use(welcome.mesh_id, key)
         kept = self._keeper.identity
         credential = welcome.credential or kept.credential
-        fresh = Identity(self.node_id, welcome.mesh_id, credential, kept.trackers)
+        fresh = msgspec.structs.replace(kept, mesh_id=welcome.mesh_id, credential=credential)
         if fresh != kept:
             self._keeper.keep(fresh)
         log.info("joined", mesh=welcome.mesh_id, name=welcome.name)
@@ -450,6 +509,9 @@ class Node:
         self._serving.add(model)
         self._served.set()
 
+    def noticed(self, notice: pb.Notice) -> None:
+        log.warning(notice.text, remedy=notice.remedy)
+
     def other_trackers(self, trackers: tuple[str, ...]) -> None:
         self._keeper.keep(msgspec.structs.replace(self._keeper.identity, trackers=trackers))
 
@@ -461,17 +523,27 @@ class Node:
             self._done(directive, "")
         elif kind == "drain":
             log.info("drain", on=directive.drain.on, reason=directive.drain.reason)
-            if not self.stop.is_set():
-                self.draining = self.stages.draining = directive.drain.on
-                self._served.set()
-                self._announce()
+            self._drained_by_tracker = directive.drain.on
+            self._set_draining()
             self._done(directive, "")
         else:
             self._directives.put(directive)
 
+    def _set_draining(self) -> None:
+        if not self.stop.is_set():
+            self.draining = self.stages.draining = self._drained_by_tracker or bool(self._resting)
+            self._served.set()
+            self._announce()
+
+    def _rest(self, why: str) -> None:
+        """Calls that run are finished; what is loaded stays."""
+        log.info("resting" if why else "working again", reason=why or "the machine is idle")
+        self._resting = why
+        self._set_draining()
+
     def _base(self, source: str) -> str:
         """The base URL of a source; "/" is the tracker that this node is a member at."""
-        return (self._membership.tracker if source == "/" else source).rstrip("/")
+        return self._wallet.secured(self._membership.tracker if source == "/" else source).rstrip("/")
 
     def _refuse_weights(self, request: Request, fingerprint: str) -> Response | None:
         try:
@@ -487,13 +559,17 @@ class Node:
 
 def make_node(options: NodeOptions, store: Store | None = None) -> Node:
     """A node on its data folder. Inside a running event loop. Raises StartError."""
-    name = options.name or socket.gethostname()
-    folder = options.data or default_folder(f"{name}-{options.port}")
+    folder = options.data or default_folder(name_and_port(options.name, options.port))
     try:
         keeper = Keeper(folder)
     except IdentityError as error:
         raise StartError(str(error)) from error
     return Node(options, keeper, store or Store())
+
+
+def name_and_port(name: str, port: int) -> str:
+    """What the data folder of a node without --data is called."""
+    return f"{name or socket.gethostname()}-{port}"
 
 
 def default_host(tracker: str) -> str:
@@ -504,30 +580,6 @@ def default_host(tracker: str) -> str:
     return "0.0.0.0"  # noqa: S104 - other machines dial it
 
 
-def own_address(tracker: str) -> str:
-    """The address by which this machine reaches the tracker."""
-    url = urllib.parse.urlsplit(tracker if "//" in tracker else f"http://{tracker}")
-    host, port = url.hostname or "127.0.0.1", url.port or 80
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return socket.gethostname()
-
-
 def bracketed(host: str) -> str:
     """An IPv6 address as it stands in a URL."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
-
-
-def on_battery() -> bool:
-    sensors = getattr(psutil, "sensors_battery", None)
-    if sensors is None:
-        return False
-    try:
-        battery = sensors()
-    except (OSError, RuntimeError):
-        return False
-    return battery is not None and battery.power_plugged is False

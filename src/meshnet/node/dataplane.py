@@ -21,6 +21,8 @@ from meshnet.node.stages import Stages
 from meshnet.protocol import PROTOCOL_VERSION
 from meshnet.protocol import dataplane_pb2 as pb
 from meshnet.protocol.dataplane_pb2_grpc import DataPlaneServicer, add_DataPlaneServicer_to_server
+from meshnet.protocol.keys import name_of
+from meshnet.protocol.tls import peer_names
 
 MAX_RPCS = 1024
 """Streams of peers, and their questions, at the same time."""
@@ -76,11 +78,20 @@ class Inbound:
 class DataPlane(DataPlaneServicer):  # type: ignore[misc]
     """Implements the service. `mesh_id` may become known, and with it streams possible, after the start."""
 
-    def __init__(self, node_id: str, mesh_id: Callable[[], str], stages: Stages, results: Results) -> None:
+    def __init__(
+        self,
+        node_id: str,
+        mesh_id: Callable[[], str],
+        stages: Stages,
+        results: Results,
+        tls: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """With `tls` a peer is who its certificate says."""
         self._node_id = node_id
         self._mesh_id = mesh_id
         self._stages = stages
         self._results = results
+        self._tls = tls
 
     def hello(self) -> pb.Hello:
         """The first frame of every stream, both ways."""
@@ -117,6 +128,9 @@ class DataPlane(DataPlaneServicer):  # type: ignore[misc]
             code, problem = grpc.StatusCode.UNAVAILABLE, "this node has not joined a mesh yet"
         elif first.hello.mesh_id != self._mesh_id():
             problem = f"a node of mesh {first.hello.mesh_id[:64]}; this one belongs to {self._mesh_id()}"
+        elif self._tls() and name_of(first.hello.node_id) not in peer_names(context):
+            code = grpc.StatusCode.UNAUTHENTICATED
+            problem = f"the certificate on this stream is not that of {first.hello.node_id[:128]}"
         if problem:
             await context.abort(code, problem)
         task = asyncio.current_task()
@@ -286,10 +300,14 @@ class DataPlaneServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self.port = 0
 
-    async def start(self, host: str, port: int) -> None:
-        """Listens. Raises OSError where the port cannot be had."""
+    async def start(self, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> None:
+        """Listens, with TLS where there are credentials. Raises OSError where the port cannot be had."""
+        target = f"{_bracketed(host)}:{port}"
         try:
-            self.port = self._server.add_insecure_port(f"{_bracketed(host)}:{port}")
+            if credentials is None:
+                self.port = self._server.add_insecure_port(target)
+            else:
+                self.port = self._server.add_secure_port(target, credentials)
         except RuntimeError as error:
             raise OSError(f"{host}:{port} cannot be listened on") from error
         if self.port == 0:

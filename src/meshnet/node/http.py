@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import socket
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -385,7 +386,9 @@ class _QuietServer(uvicorn.Server):
 class HttpServer:
     """Runs the app on the loop that gRPC uses, too."""
 
-    def __init__(self, app: Starlette, listener: socket.socket) -> None:
+    def __init__(
+        self, app: Starlette, listener: socket.socket, context: ssl.SSLContext | None = None
+    ) -> None:
         self._listener = listener
         config = uvicorn.Config(
             app,
@@ -398,6 +401,8 @@ class HttpServer:
             server_header=False,
             timeout_graceful_shutdown=1,
         )
+        config.load()
+        config.ssl = context
         self._server = _QuietServer(config)
         self._task: asyncio.Task[None] | None = None
 

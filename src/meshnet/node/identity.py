@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import secrets
 from pathlib import Path
 
 import msgspec
 
 from meshnet.models.locks import FileLock
+from meshnet.protocol.keys import id_of, load_key, new_key, public_bytes
 
 FILE = "node.json"
 
@@ -18,19 +18,35 @@ class IdentityError(Exception):
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """`credential` and `mesh_id` are the tracker's, from the first time that it let this node in."""
+    """`key` is a private key (PEM) from which the id of a new node follows.
+
+    `credential` and `mesh_id` are the tracker's, from the first time that it let this node in.
+    """
 
     node_id: str
     mesh_id: str = ""
     credential: str = ""
     trackers: tuple[str, ...] = ()
     """Where the mesh's trackers were: a node that starts while its own is gone finds another."""
+    key: str = ""
+    certificate: str = ""
+    ca: str = ""
+    """Of the mesh's authority (PEM), in a mesh with TLS; `certificate` is what it gave this node."""
 
 
 def default_folder(name: str) -> Path:
     """`$XDG_DATA_HOME/meshnet/nodes/NAME`, by default under `~/.local/share`."""
     base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
     return Path(base) / "meshnet" / "nodes" / "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
+
+
+def known_mesh(folder: Path) -> str:
+    """The id of the mesh that let the node of a data folder in; empty when none did."""
+    try:
+        found = msgspec.json.decode((folder / FILE).read_bytes(), type=Identity)
+    except (OSError, msgspec.MsgspecError):
+        return ""
+    return found.mesh_id if found.credential else ""
 
 
 class Keeper:
@@ -47,8 +63,15 @@ class Keeper:
         if lock is None:
             raise IdentityError(f"{folder}: another node uses this folder; give each node its own --data")
         self._lock = lock
-        self.identity = self._read() or Identity(f"node-{secrets.token_hex(8)}")
-        self.keep(self.identity)
+        found = self._read()
+        if found is None or not found.key:
+            key = new_key()
+            own_id = id_of(public_bytes(load_key(key).public_key()))
+            # An id under which the node was let in before stays; its credential speaks for it.
+            joined = found is not None and found.credential
+            found = msgspec.structs.replace(found, key=key) if joined and found else Identity(own_id, key=key)
+        self.identity = found
+        self.keep(found)
 
     def _read(self) -> Identity | None:
         path = self.folder / FILE

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import grpc
 import structlog
@@ -16,6 +16,7 @@ from meshnet.node.deadlines import HELLO_S, Deadline, Owed, judge
 from meshnet.node.frames import OPTIONS, Message, Outbox, OutboxFull, Traffic
 from meshnet.protocol import dataplane_pb2 as pb
 from meshnet.protocol.dataplane_pb2_grpc import DataPlaneStub
+from meshnet.protocol.tls import explained
 
 MONITOR_S = 0.1
 STALL_S = 1.0
@@ -25,8 +26,15 @@ IDLE_S = 120.0
 
 log = structlog.get_logger()
 
+Dial = Callable[[str, str, Sequence[tuple[str, Any]]], grpc.aio.Channel]
+"""(address, node id, options) -> a channel on which only that node answers."""
 Key = tuple[str, int]
 """(session, stage of the receiver)."""
+
+
+def dial_plain(address: str, _node_id: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
+    """Without TLS: whoever answers there."""
+    return grpc.aio.insecure_channel(address, options=list(options))
 
 
 class PeerLost(Exception):
@@ -51,7 +59,13 @@ class Link:
     """One dialled stream. Made by `Links`; dead for good once it failed."""
 
     def __init__(
-        self, node_id: str, address: str, hello: pb.Hello, forget: Callable[[Link], None], traffic: Traffic
+        self,
+        node_id: str,
+        address: str,
+        hello: pb.Hello,
+        forget: Callable[[Link], None],
+        traffic: Traffic,
+        dial: Dial,
     ) -> None:
         self.node_id = node_id
         self.address = address
@@ -60,6 +74,7 @@ class Link:
         self.idle_since = time.monotonic()
         self._hello = hello
         self._forget = forget
+        self._dial = dial
         self._outbox = Outbox(traffic)
         self._greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._greeted.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -204,7 +219,7 @@ class Link:
     async def _run(self) -> None:
         where = f"{self.node_id} at {self.address}"
         try:
-            async with grpc.aio.insecure_channel(self.address, options=OPTIONS) as channel:
+            async with self._dial(self.address, self.node_id, OPTIONS) as channel:
                 call = DataPlaneStub(channel).Exchange()
                 self._outbox.put(self._hello)
                 pump = asyncio.create_task(self._outbox.pump(call.write))
@@ -226,7 +241,7 @@ class Link:
             self.fail("unreachable", f"cannot reach {where}: no greeting within {HELLO_S:.0f} s")
         except grpc.aio.AioRpcError as error:
             verb = "lost" if self._greeted.done() else "cannot reach"
-            self.fail("unreachable", f"{verb} {where}: {error.details() or error.code().name}")
+            self.fail("unreachable", f"{verb} {where}: {explained(error.details() or error.code().name)}")
         except _Ended as error:
             self.fail("refused", str(error))
         else:
@@ -265,9 +280,10 @@ class _Ended(Exception):
 class Links:
     """All dialled streams of a node."""
 
-    def __init__(self, hello: Callable[[], pb.Hello]) -> None:
+    def __init__(self, hello: Callable[[], pb.Hello], dial: Dial = dial_plain) -> None:
         self.traffic = Traffic()
         self._hello = hello
+        self._dial = dial
         self._links: dict[tuple[str, str], Link] = {}
         self._monitor: asyncio.Task[None] | None = None
 
@@ -278,11 +294,18 @@ class Links:
         key = (node_id, address)
         link = self._links.get(key)
         if link is None or link.failure is not None:
-            link = self._links[key] = Link(node_id, address, self._hello(), self._drop, self.traffic)
+            link = self._links[key] = Link(
+                node_id, address, self._hello(), self._drop, self.traffic, self._dial
+            )
         return link
 
     def __len__(self) -> int:
         return len(self._links)
+
+    def forget(self, why: str) -> None:
+        """Gives up all streams; they are dialled again when they are needed."""
+        for link in list(self._links.values()):
+            link.fail("unreachable", why)
 
     async def stop(self) -> None:
         """Ends all streams."""

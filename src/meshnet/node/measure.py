@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 import grpc
 
 from meshnet.node.frames import OPTIONS
+from meshnet.node.links import Dial, dial_plain
 from meshnet.protocol import dataplane_pb2 as pb
 from meshnet.protocol import membership_pb2 as membership
 from meshnet.protocol.dataplane_pb2_grpc import DataPlaneStub
+from meshnet.protocol.tls import explained
 
 EVERY_S = 20.0
 ROUNDS = 7
@@ -22,18 +24,18 @@ ECHO_S = 5.0
 MAX_AT_ONCE = 4
 
 
-async def measure(node_id: str, address: str) -> membership.LinkTime:
+async def measure(node_id: str, address: str, dial: Dial = dial_plain) -> membership.LinkTime:
     """One way in milliseconds (half of the median round trip) and bytes per second; or why not."""
     told = membership.LinkTime(peer=node_id)
     try:
-        async with grpc.aio.insecure_channel(address, options=OPTIONS) as channel:
+        async with dial(address, node_id, OPTIONS) as channel:
             stub = DataPlaneStub(channel)
             small, large = pb.EchoMessage(payload=bytes(SMALL)), pb.EchoMessage(payload=bytes(LARGE))
             await stub.Echo(small, timeout=ECHO_S)
             trips = [await _trip(stub, small) for _ in range(ROUNDS)]
             loaded = min([await _trip(stub, large) for _ in range(2)])
     except grpc.aio.AioRpcError as error:
-        reason = error.details() or error.code().name
+        reason = explained(error.details() or error.code().name)
         told.error = f"cannot reach {node_id} at {address}: {reason}"
         return told
     trip = statistics.median(trips)
@@ -51,8 +53,9 @@ async def _trip(stub: DataPlaneStub, message: pb.EchoMessage) -> float:
 class LinkMeasurer:
     """Measures all peers when they change, and every so often. `report` gets what was found."""
 
-    def __init__(self, report: Callable[[Sequence[membership.LinkTime]], None]) -> None:
+    def __init__(self, report: Callable[[Sequence[membership.LinkTime]], None], dial: Dial) -> None:
         self._report = report
+        self._dial = dial
         self._peers: dict[str, str] = {}
         self._changed = asyncio.Event()
 
@@ -70,7 +73,7 @@ class LinkMeasurer:
 
             async def one(node_id: str, address: str, gate: asyncio.Semaphore = gate) -> membership.LinkTime:
                 async with gate:
-                    return await measure(node_id, address)
+                    return await measure(node_id, address, self._dial)
 
             found = await asyncio.gather(*(one(node_id, address) for node_id, address in peers))
             if found:

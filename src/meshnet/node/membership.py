@@ -9,99 +9,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
-import json
 import random
-import urllib.parse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 import structlog
 
+from meshnet.node.joininfo import (
+    MAX_TRACKERS,
+    JoinFailed,
+    JoinInfo,
+    TrackerGone,
+    meant_for,
+    read_join_info,
+)
 from meshnet.protocol import membership_pb2 as pb
 from meshnet.protocol.membership_pb2_grpc import MembershipStub
+from meshnet.protocol.tls import explained, is_refused_by_tls
 
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 3.0
 WELCOME_S = 5.0
-INFO_S = 3.0
-MAX_INFO_BYTES = 64 << 10
-MAX_TRACKERS = 16
-SCHEMES = ("http://", "https://")
 OUTBOX = 256
+OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", 4 << 20),
+    ("grpc.use_local_subchannel_pool", 1),
+]
 
 log = structlog.get_logger()
-
-
-class JoinFailed(Exception):
-    """The tracker will not have this node, or is not to be waited for; the message names the remedy."""
-
-
-class TrackerGone(Exception):
-    """The tracker cannot be reached, or its stream broke; worth trying again."""
-
-
-@dataclass(frozen=True, slots=True)
-class JoinInfo:
-    """What a tracker's `/api/join-info` says."""
-
-    mesh_id: str
-    grpc_address: str
-    trackers: tuple[str, ...] = ()
-    """Addresses of all trackers of the mesh: where one is gone, another takes the node."""
-
-
-def read_join_info(tracker: str) -> JoinInfo:
-    """Asks a tracker where its membership service is. Blocks. Raises TrackerGone and JoinFailed."""
-    url = urllib.parse.urlsplit(tracker if "//" in tracker else f"http://{tracker}")
-    if url.scheme not in ("http", "https") or not url.hostname:
-        raise JoinFailed(f"--tracker {tracker!r} is not an address of the form http://HOST:PORT")
-    kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-    try:
-        connection = kind(url.hostname, url.port or (443 if url.scheme == "https" else 8080), timeout=INFO_S)
-    except ValueError as error:
-        raise JoinFailed(f"--tracker {tracker!r}: {error}") from error
-    try:
-        connection.request(
-            "GET", url.path.rstrip("/") + "/api/join-info", headers={"accept": "application/json"}
-        )
-        answer = connection.getresponse()
-        body = answer.read(MAX_INFO_BYTES)
-    except (OSError, http.client.HTTPException) as error:
-        raise TrackerGone(
-            f"cannot reach the tracker at {tracker}: {error or type(error).__name__}"
-        ) from error
-    finally:
-        connection.close()
-    if answer.status >= 500:
-        raise TrackerGone(f"the tracker at {tracker} answers with status {answer.status}")
-    try:
-        info = json.loads(body)
-        host, _, port = str(info["grpc_address"]).rpartition(":")
-        if host in ("", "0.0.0.0", "[::]", "::"):  # noqa: S104 - recognised, not bound
-            host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
-        trackers = tuple(str(each) for each in list(info.get("trackers", ()))[:MAX_TRACKERS])
-        return JoinInfo(str(info["mesh_id"]), f"{host}:{int(port)}", trackers)
-    except (ValueError, KeyError, TypeError) as error:
-        raise JoinFailed(
-            f"at {tracker} there is no meshnet tracker (its /api/join-info cannot be read)"
-        ) from error
-
-
-def meant_for(url: str, tracker: str) -> bool:
-    """Whether an address that `tracker` names can be dialled from here: its own loopback is not ours."""
-    try:
-        return url.startswith(SCHEMES) and (not loopback(url) or loopback(tracker))
-    except ValueError:
-        return False
-
-
-def loopback(url: str) -> bool:
-    """Raises ValueError for what is no address."""
-    host = urllib.parse.urlsplit(url if "//" in url else f"//{url}").hostname or ""
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 class Side(Protocol):
@@ -117,9 +53,15 @@ class Side(Protocol):
 
     def peers(self, peers: pb.Peers) -> None: ...
 
+    def noticed(self, notice: pb.Notice) -> None: ...
+
     def serving(self, model: str) -> None: ...
 
     def other_trackers(self, trackers: tuple[str, ...]) -> None: ...
+
+    async def prepare(self, tracker: str, info: JoinInfo) -> None: ...
+
+    def channel(self, address: str, options: list[tuple[str, Any]]) -> grpc.aio.Channel: ...
 
 
 _Stream = grpc.aio.StreamStreamCall[pb.NodeMessage, pb.TrackerMessage]
@@ -149,6 +91,9 @@ class Membership:
         self._outbox: asyncio.Queue[pb.NodeMessage] = asyncio.Queue(OUTBOX)
         self._leaving = False
         self._sequence = 0
+        self._was_joined = False
+        self._renewing: asyncio.Future[str] | None = None
+        self._at: tuple[str, JoinInfo] | None = None
 
     async def run(self) -> None:
         """Keeps the node a member."""
@@ -163,6 +108,8 @@ class Membership:
                 if again.with_token:
                     continue
                 problem = str(again)
+            except _Renewed as renewed:
+                problem = str(renewed)
             except TrackerGone as gone:
                 problem = str(gone)
                 self._try_next()
@@ -185,6 +132,15 @@ class Membership:
             log.warning("no tracker", reason=problem, next_try_s=round(wait, 2))
             await asyncio.sleep(wait)
             pause = min(pause * 1.7, LONGEST_PAUSE_S)
+
+    def renew(self, why: str) -> None:
+        """Leaves the stream that is open for a new one, at once."""
+        if self._renewing is not None and not self._renewing.done():
+            self._renewing.set_result(why)
+
+    def at(self) -> tuple[str, JoinInfo] | None:
+        """The tracker that the node is joined to."""
+        return self._at if self.joined.is_set() else None
 
     def _know(self, told: Sequence[str]) -> None:
         """Takes what a tracker says of the mesh's trackers. The one that the user named is kept always."""
@@ -229,8 +185,13 @@ class Membership:
         mesh_id = self._side.join_request(with_token=False).mesh_id
         if self._tracker != self._named and info.mesh_id != mesh_id:
             raise TrackerGone(f"at {self._tracker} there is the tracker of another mesh")
-        options = [("grpc.max_receive_message_length", 4 << 20), ("grpc.use_local_subchannel_pool", 1)]
-        async with grpc.aio.insecure_channel(info.grpc_address, options=options) as channel:
+        try:
+            await self._side.prepare(self._tracker, info)
+        except JoinFailed as failed:
+            if self._was_joined:  # somebody else at the tracker's address does not end a node that works
+                raise TrackerGone(str(failed)) from failed
+            raise
+        async with self._side.channel(info.grpc_address, OPTIONS) as channel:
             call = MembershipStub(channel).Join()
             try:
                 await call.write(pb.NodeMessage(join=self._side.join_request(with_token=with_token)))
@@ -246,11 +207,14 @@ class Membership:
                 if not first.HasField("welcome"):
                     raise JoinFailed(f"the tracker at {self._tracker} does not speak this protocol")
                 self._know(info.trackers)
+                self._at = self._tracker, info
                 await self._stay(call, first.welcome)
             except grpc.aio.AioRpcError as error:
-                raise TrackerGone(
-                    f"the tracker at {info.grpc_address}: {error.details() or error.code().name}"
-                ) from error
+                details = error.details() or error.code().name
+                text = f"the tracker at {info.grpc_address}: {explained(details)}"
+                if is_refused_by_tls(details) and not self._was_joined:
+                    raise JoinFailed(text) from error
+                raise TrackerGone(text) from error
             except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:  # a write after the end
                 raise TrackerGone(f"the tracker at {info.grpc_address} ended the stream") from error
             finally:
@@ -272,17 +236,22 @@ class Membership:
             self._outbox.get_nowait()
         self._side.welcomed(welcome)
         self.joined.set()
+        self._was_joined = True
         heard = asyncio.get_running_loop().time
         last = heard()
         interval = max(welcome.heartbeat_ms, 100) / 1000
         patience = max(3 * welcome.lease_ms / 1000, 3 * interval)
         writer = asyncio.create_task(self._write(call, interval))
+        renewing = self._renewing = asyncio.get_running_loop().create_future()
         try:
             while True:
                 read = asyncio.ensure_future(call.read())
                 done, _ = await asyncio.wait(
-                    {read, writer}, timeout=patience, return_when=asyncio.FIRST_COMPLETED
+                    {read, writer, renewing}, timeout=patience, return_when=asyncio.FIRST_COMPLETED
                 )
+                if renewing in done:
+                    read.cancel()
+                    raise _Renewed(renewing.result())
                 if writer in done:
                     read.cancel()
                     writer.result()
@@ -322,12 +291,18 @@ class Membership:
             self._side.directed(message.directive)
         elif kind == "peers":
             self._side.peers(message.peers)
+        elif kind == "notice":
+            self._side.noticed(message.notice)
         elif kind == "serving":
             self._side.serving(message.serving.model)
         elif kind == "ack" and message.ack.trackers:
             self._know(list(message.ack.trackers))
         elif kind == "refused":
             self._refused(message.refused, with_token=True)
+
+
+class _Renewed(Exception):
+    """The stream is left for a new one; nothing is wrong with the tracker."""
 
 
 class _Again(Exception):

@@ -1,8 +1,13 @@
-"""Join links: one line that holds all another machine needs, `meshnet://HOST:PORT/MESH?token=TOKEN`."""
+"""Join links: one line that holds all another machine needs.
+
+`meshnet://HOST:PORT/MESH?token=TOKEN&ca=FINGERPRINT`; the fingerprint is that of the authority of a mesh that
+speaks TLS, and is left out where it does not.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from urllib.parse import parse_qs, quote, urlsplit
 
 SCHEME = "meshnet"
@@ -19,16 +24,18 @@ class Invitation:
     host: str
     port: int
     mesh_id: str
-    token: str
+    token: str = field(repr=False)
+    ca: str = ""
 
     @property
     def tracker(self) -> str:
         """The tracker's URL."""
-        return f"http://{self._authority()}"
+        return f"{'https' if self.ca else 'http'}://{self._authority()}"
 
     def link(self) -> str:
         """The link as it is pasted into a terminal."""
-        return f"{SCHEME}://{self._authority()}/{quote(self.mesh_id)}?token={quote(self.token)}"
+        pin = f"&ca={self.ca}" if self.ca else ""
+        return f"{SCHEME}://{self._authority()}/{quote(self.mesh_id)}?token={quote(self.token)}{pin}"
 
     def _authority(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -51,10 +58,13 @@ def parse_link(text: str) -> Invitation:
     except ValueError as error:
         raise InvitationError(f"the join link's address cannot be read ({error}); {hint}") from error
     mesh_id = parts.path.strip("/")
-    token = parse_qs(parts.query).get("token", [""])[0]
+    query = parse_qs(parts.query)
+    token, ca = query.get("token", [""])[0], query.get("ca", [""])[0].lower()
     for value, name in ((host, "host"), (port, "port"), (mesh_id, "mesh"), (token, "token")):
         if not value:
             raise InvitationError(f"the join link has no {name}; {hint}")
+    if ca and not re.fullmatch("[0-9a-f]{64}", ca):
+        raise InvitationError(f"the join link's fingerprint is cut short or mistyped; {hint}")
     assert host is not None
     assert port is not None
-    return Invitation(host, port, mesh_id, token)
+    return Invitation(host, port, mesh_id, token, ca)

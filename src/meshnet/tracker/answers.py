@@ -12,6 +12,7 @@ from starlette.responses import Response
 from meshnet.tracker.auth import Authenticator
 from meshnet.tracker.books.facade import Books
 from meshnet.tracker.books.records import KeyInfo
+from meshnet.tracker.enrolling import Registrar
 from meshnet.tracker.experience import BooksExperience
 from meshnet.tracker.feed import Feed
 from meshnet.tracker.library import Library
@@ -48,6 +49,8 @@ class Tracker:
     wishes: Wishes
     library: Library
     steward: Steward
+    registrar: Registrar | None = None
+    """Gives certificates; None where the mesh runs without TLS."""
     grpc_port: int = 0
     started_s: int = 0
     stopping: bool = False

@@ -12,12 +12,17 @@ from starlette.routing import Route
 
 from meshnet import __version__
 from meshnet.protocol import PROTOCOL_VERSION
+from meshnet.protocol.enrolment import MAX_BYTES as MAX_ENROLMENT
+from meshnet.protocol.enrolment import PATH as ENROLMENT
 from meshnet.protocol.errors import ApiError
+from meshnet.protocol.invitation import Invitation
 from meshnet.tracker import forms
 from meshnet.tracker.answers import Tracker, answer, encode, key_of
 from meshnet.tracker.auth import client_address, cookie_header, cookie_of, require_admin
+from meshnet.tracker.bodies import read_body
 from meshnet.tracker.books.records import KeyInfo
 from meshnet.tracker.collection import Collection
+from meshnet.tracker.dialling import link_problems
 from meshnet.tracker.feed import EVERYONE, NODE_INTERVAL_S, Audience
 from meshnet.tracker.forms import read_form
 from meshnet.tracker.members import Node
@@ -46,6 +51,7 @@ class Api:
             ("GET", "/v1/models", self.list_openai_models),
             ("GET", "/v1/models/{model:path}", self.get_openai_model),
             ("GET", "/api/join-info", self.join_info),
+            ("POST", ENROLMENT, self.enrol),
             ("POST", "/api/session", self.sign_in),
             ("GET", "/api/session", self.who_am_i),
             ("DELETE", "/api/session", self.sign_out),
@@ -110,8 +116,20 @@ class Api:
                 "version": __version__,
                 "protocol_version": PROTOCOL_VERSION,
                 "trackers": self.t.peers.all_urls(),
+                "tls": self.t.registrar is not None,
+                "ca": self._ca(),
             }
         )
+
+    def _ca(self) -> str:
+        """The fingerprint by which nodes know this mesh; empty without TLS."""
+        return self.t.registrar.authority.fingerprint if self.t.registrar is not None else ""
+
+    async def enrol(self, request: Request) -> Response:
+        if self.t.registrar is None:
+            raise ApiError(409, "this mesh runs without TLS: there are no certificates", code="no_tls")
+        body = await read_body(request.scope, request.receive, MAX_ENROLMENT, forms.BODY_TIMEOUT_S)
+        return answer(await self.t.registrar.enrol(body, client_address(request.scope)))
 
     # ------------------------------------------------------------ sessions
 
@@ -162,7 +180,8 @@ class Api:
     def _own_url(self) -> str:
         settings = self.t.settings
         host = settings.advertise or ("127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host)  # noqa: S104
-        return f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
+        scheme = "https" if settings.https_only else "http"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
 
     # ------------------------------------------------------------ nodes
 
@@ -175,7 +194,9 @@ class Api:
 
     def _node(self, node: Node) -> dict[str, Any]:
         now = self.t.roster.clock()
-        return node_view(node, now, self.t.experience.trust(node.node_id), self._engine_note(node))
+        engine = self._engine_note(node)
+        notes = [*((engine,) if engine else ()), *link_problems(self.t.roster.state, node)]
+        return node_view(node, now, self.t.experience.trust(node.node_id), notes)
 
     def _engine_note(self, node: Node) -> str:
         """Says so where unlike engine versions keep nodes of one model off each other's routes."""
@@ -274,12 +295,12 @@ class Api:
             "invitation", valid_ms=form.expires_s * 1000, max_uses=form.uses
         )
         host = self.t.settings.advertise or request.url.hostname or self.t.settings.host
-        url = f"{request.url.scheme}://{f'[{host}]' if ':' in host else host}:{request.url.port or 80}"
-        link = f"meshnet://{host}:{request.url.port or 80}/{self.t.books.mesh.id}?token={secret}"
+        port = request.url.port or (443 if request.url.scheme == "https" else 80)
+        link = Invitation(host, port, self.t.books.mesh.id, secret, self._ca()).link()
         return answer(
             {
                 "join_link": link,
-                "command": f"meshnet node --tracker {url} --join-token {secret}",
+                "command": f"meshnet node '{link}'",
                 "token": secret,
                 "expires_ms": token.expires_at,
             }

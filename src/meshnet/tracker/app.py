@@ -13,6 +13,7 @@ from starlette.routing import Match
 
 from meshnet.models.serving import PATH as WEIGHTS
 from meshnet.models.serving import weight_routes
+from meshnet.protocol.enrolment import PATH as ENROLMENT
 from meshnet.protocol.errors import ApiError
 from meshnet.tracker.answers import Tracker
 from meshnet.tracker.api import Api
@@ -32,7 +33,7 @@ SECURITY: tuple[Header, ...] = (
     (b"cross-origin-opener-policy", b"same-origin"),
 )
 API_CSP: Header = (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'")
-OPEN = frozenset({"/", "/healthz", "/readyz", "/openapi.json", "/api/join-info"})
+OPEN = frozenset({"/", "/healthz", "/readyz", "/openapi.json", "/api/join-info", ENROLMENT})
 CORS_METHODS = b"GET, POST, PUT, PATCH, DELETE, OPTIONS"
 CORS_HEADERS = b"authorization, content-type, x-request-id, x-meshnet-nodes, last-event-id"
 CORS_EXPOSED = b"x-request-id, x-meshnet-call, x-meshnet-route, retry-after"
@@ -47,6 +48,7 @@ class Shell:
         self._tracker = tracker
         self._door = door
         self._loopback = tracker.settings.loopback
+        self._https_only = tracker.settings.https_only
         self._origins = frozenset(tracker.settings.cors_origins)
         api = Api(tracker)
         weights = weight_routes(tracker.library.find, tracker.library.refuse)
@@ -69,6 +71,9 @@ class Shell:
         if cors:
             scope["meshnet.headers"] = cors
         kind = PATHS.get(scope["path"])
+        if self._https_only and scope["scheme"] == "http":
+            await self._send_to_https(scope, send, cors)
+            return
         if kind is not None and scope["method"] == "POST":
             await self._door(scope, receive, send, kind)
             return
@@ -93,7 +98,7 @@ class Shell:
     async def _identify(self, scope: Any) -> None:
         """Puts the caller's key where endpoints look for it; open paths need none."""
         path = scope["path"]
-        if path in OPEN or path == "/dashboard" or path.startswith("/dashboard/"):
+        if path in OPEN or _is_page(path):
             return
         if path.startswith(f"{WEIGHTS}/"):
             return  # whoever reads weights shows a pass
@@ -102,6 +107,17 @@ class Shell:
         if path == "/api/session" and scope["method"] in ("POST", "DELETE"):
             return
         scope.setdefault("state", {})["key"] = await self._tracker.authenticator.key_of(scope)
+
+    async def _send_to_https(self, scope: Any, send: Send, cors: list[Header]) -> None:
+        """Pages are shown where to go; what may hold a key is told that it should not have come this way."""
+        host = header(scope, b"host") or ""
+        if scope["method"] in ("GET", "HEAD") and (scope["path"] == "/" or _is_page(scope["path"])):
+            place = (b"location", f"https://{host}{scope['path']}".encode("latin-1"))
+            await send({"type": "http.response.start", "status": 308, "headers": [place, *SECURITY, *cors]})
+            await send({"type": "http.response.body", "body": b""})
+            return
+        error = ApiError(403, f"this tracker speaks HTTPS only: https://{host}", code="https_only")
+        await send_error(send, error, [*SECURITY, *cors, API_CSP])
 
     def _cors(self, scope: Any) -> list[Header]:
         if not self._origins:
@@ -114,6 +130,10 @@ class Shell:
             (b"access-control-expose-headers", CORS_EXPOSED),
             (b"vary", b"origin"),
         ]
+
+
+def _is_page(path: str) -> bool:
+    return path == "/dashboard" or path.startswith("/dashboard/")
 
 
 def _new_routes(api: Api, tracker: Tracker) -> list[Any]:

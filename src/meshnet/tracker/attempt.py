@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from meshnet.protocol.calls import AnyEvent, GenerateCall, Reroute
 from meshnet.tracker.heads import HeadError, Heads, HeadStream
+from meshnet.tracker.members import Way
 from meshnet.tracker.wireclient import Exchange, TimeUp
 
 
@@ -27,7 +28,7 @@ class Attempt:
     """The way to one head. Only one of its methods waits at a time."""
 
     heads: Heads
-    http_url: str
+    head: Way
     stream: HeadStream | None = None
     _asking: Exchange | None = None
     _disturbed: bool = False
@@ -46,7 +47,7 @@ class Attempt:
         """Raises HeadError, Silent and Disturbed."""
         deadline = asyncio.get_running_loop().time() + patience_s
         try:
-            self.stream = await self.heads.open(self.http_url, request, deadline, self._ask)
+            self.stream = await self.heads.open(self.head, request, deadline, self._ask)
         except TimeUp:
             raise Silent(patience_s) from None
         finally:
@@ -57,7 +58,7 @@ class Attempt:
         """Raises HeadError, Silent and Disturbed."""
         deadline = asyncio.get_running_loop().time() + patience_s
         try:
-            await self.heads.reroute(self.http_url, call_id, request, deadline, self._ask)
+            await self.heads.reroute(self.head, call_id, request, deadline, self._ask)
         except TimeUp:
             raise Silent(patience_s) from None
         finally:

@@ -260,7 +260,7 @@ class Checker:
         )
         rows: list[WeighedToken] = []
         deadline = asyncio.get_running_loop().time() + CHECK_S
-        stream = await self._heads.open(node.http_url, request, deadline)
+        stream = await self._heads.open(node.way, request, deadline)
         try:
             while True:
                 if self._placement.waiting:

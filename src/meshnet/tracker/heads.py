@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from meshnet.protocol.calls import AnyEvent, GenerateCall, Reroute, TokenCount, decode_event
+from meshnet.tracker.members import Way
 from meshnet.tracker.wireclient import Exchange, TimeUp, WireClient, WireError
 
 MAX_LINE_BYTES = 4 << 20
@@ -88,33 +90,34 @@ class HeadStream:
 class Heads:
     """Calls to nodes. Made inside a running event loop."""
 
-    def __init__(self, connect_timeout_s: float) -> None:
-        self._client = WireClient(connect_timeout_s)
+    def __init__(self, connect_timeout_s: float, context: Callable[[], ssl.SSLContext] | None = None) -> None:
+        """`context`: for nodes that speak TLS."""
+        self._client = WireClient(connect_timeout_s, context)
 
     async def close(self) -> None:
         await self._client.close()
 
     async def open(
-        self, http_url: str, call: GenerateCall, deadline: float, began: Began = _nobody
+        self, node: Way, call: GenerateCall, deadline: float, began: Began = _nobody
     ) -> HeadStream:
         """Starts an attempt on a head. Raises HeadError and TimeUp.
 
         `began` is told of the exchange, whose `interrupt` ends the wait for its answer.
         """
-        return HeadStream(await self._post(http_url, "/internal/calls", call, deadline, began))
+        return HeadStream(await self._post(node, "/internal/calls", call, deadline, began))
 
     async def reroute(
-        self, http_url: str, call_id: str, reroute: Reroute, deadline: float, began: Began = _nobody
+        self, node: Way, call_id: str, reroute: Reroute, deadline: float, began: Began = _nobody
     ) -> None:
         """Gives a running call its new route. Raises HeadError and TimeUp; `began` as above."""
         path = f"/internal/calls/{call_id}/reroute"
-        await self._answer(await self._post(http_url, path, reroute, deadline, began))
+        await self._answer(await self._post(node, path, reroute, deadline, began))
 
-    async def tokenize(self, http_url: str, call: GenerateCall) -> int:
+    async def tokenize(self, node: Way, call: GenerateCall) -> int:
         """The exact number of prompt tokens. Raises HeadError (400 for what the model's template refuses)."""
         deadline = asyncio.get_running_loop().time() + ANSWER_S
         try:
-            exchange = await self._post(http_url, "/internal/tokenize", call, deadline)
+            exchange = await self._post(node, "/internal/tokenize", call, deadline)
             body = await self._answer(exchange)
         except TimeUp:
             raise HeadError(0, "deadline", f"it counted no tokens within {ANSWER_S:g} s") from None
@@ -124,13 +127,13 @@ class Heads:
             raise HeadError(0, "bad_event", f"its token count cannot be read: {error}") from error
 
     async def _post(
-        self, http_url: str, path: str, asked: GenerateCall | Reroute, deadline: float, began: Began = _nobody
+        self, node: Way, path: str, asked: GenerateCall | Reroute, deadline: float, began: Began = _nobody
     ) -> Exchange:
         """An exchange whose answer has begun with a good status."""
         body, ticket = _encode(asked), asked.ticket
         exchange: Exchange | None = None
         try:
-            exchange = await self._client.post(http_url, path, body, ticket)
+            exchange = await self._client.post(node.url, path, body, ticket, name=node.name)
             began(exchange)
             try:
                 status = await exchange.opened(deadline)
@@ -138,7 +141,7 @@ class Heads:
                 # A kept connection that the node has closed meanwhile: nothing came, so ask once more.
                 if not (exchange.used and exchange.silent):
                     raise
-                exchange = await self._client.post(http_url, path, body, ticket, fresh=True)
+                exchange = await self._client.post(node.url, path, body, ticket, name=node.name, fresh=True)
                 began(exchange)
                 status = await exchange.opened(deadline)
         except WireError as error:

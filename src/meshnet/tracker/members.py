@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from meshnet.protocol.keys import name_of
 
 NodeStatus = Literal["joining", "loading", "ready", "draining", "suspect", "lost"]
 
@@ -111,6 +113,13 @@ class Shard:
         )
 
 
+class Way(NamedTuple):
+    """Where a node's HTTP is, and the name in its certificate."""
+
+    url: str
+    name: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class ProbeWork:
     """Where the tracker stands with proving a node's shards."""
@@ -153,6 +162,8 @@ class Node:
     waiting_steps: int = 0
     oldest_step_ms: float = 0.0
     on_battery: bool = False
+    resting: str = ""
+    """Why it takes no calls just now, by its own choice."""
     draining: bool = False
     drain_reason: str = ""
     wedged: bool = False
@@ -163,6 +174,9 @@ class Node:
     probe: ProbeWork = field(default_factory=ProbeWork)
     via: str = ""
     """The other tracker that holds the node's stream; empty: this one does."""
+    unreachable: tuple[tuple[str, str], ...] = ()
+    """(host:port, reason) where the tracker could not reach it; see dialling.py."""
+    dial_at: float = 0.0
     cuts_sent: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     peers_sent: tuple[tuple[str, str], ...] = ()
     n_slots: int = 0
@@ -175,6 +189,10 @@ class Node:
     @property
     def connected(self) -> bool:
         return self.connection is not None or bool(self.via)
+
+    @property
+    def way(self) -> Way:
+        return Way(self.http_url, name_of(self.node_id))
 
     def set_aside(self, now: float) -> bool:
         """True while a node that came and went too often waits out its pause."""
@@ -216,6 +234,8 @@ class Node:
                 f"its engine has completed no step for {self.oldest_step_ms / 1000:.0f} s while "
                 f"{self.waiting_steps} wait; restart the node if it does not recover"
             )
+        if self.connected and self.resting:
+            found.append(f"rests: {self.resting}; it comes back by itself")
         if self.probe.error:
             found.append(f"did not answer the probe: {self.probe.error}")
         found.extend(

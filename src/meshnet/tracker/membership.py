@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 import grpc.aio
@@ -16,11 +16,16 @@ import structlog
 
 from meshnet.protocol import PROTOCOL_VERSION, dataplane_pb2, dataplane_pb2_grpc, membership_pb2_grpc
 from meshnet.protocol import membership_pb2 as pb
+from meshnet.protocol.keys import name_of
+from meshnet.protocol.tls import explained, peer_names
 from meshnet.tracker import signals
 from meshnet.tracker.credential import check_credential, make_credential
 from meshnet.tracker.roster import Roster
 from meshnet.tracker.tries import FailedTries
 from meshnet.tracker.wire import WireError, read_beat, read_join, read_links, read_shards, text
+
+if TYPE_CHECKING:  # a mesh on loopback has none, and need not load what makes certificates
+    from meshnet.tracker.authority import Authority
 
 JOIN_TIMEOUT_S = 10.0
 LAST_WORDS_S = 1.0
@@ -80,12 +85,16 @@ class Membership(membership_pb2_grpc.MembershipServicer):  # type: ignore[misc]
         doorman: Doorman,
         tries: FailedTries,
         trackers: Callable[[], list[str]],
+        *,
+        tls: bool = False,
     ) -> None:
+        """With `tls` a node's certificate lets it in, and no token; see enrolling.py."""
         self._roster = roster
         self._identity = identity
         self._doorman = doorman
         self._tries = tries
         self._trackers = trackers
+        self._tls = tls
         self._connections = count(1)
 
     async def Join(self, requests: Any, context: Any) -> None:  # noqa: N802 - the name of the RPC
@@ -147,7 +156,10 @@ class Membership(membership_pb2_grpc.MembershipServicer):  # type: ignore[misc]
         join = first.join
         check_versions(join)
         event = read_join(join, visit.connection, _now_ms())
-        await self._authenticate(join, _address(context.peer()))
+        if self._tls:
+            check_named(join.node_id, peer_names(context))
+        else:
+            await self._authenticate(join, _address(context.peer()))
         visit.node_id = event.node_id
         self._roster.feed(event)
 
@@ -220,6 +232,16 @@ def check_versions(join: pb.JoinRequest) -> None:
         )
 
 
+def check_named(node_id: str, names: set[str]) -> None:
+    """Raises JoinRefused when the certificate on the stream is not this node's."""
+    if name_of(node_id) not in names:
+        raise JoinRefused(
+            "wrong_certificate",
+            f"the certificate on this stream is not that of {node_id}: nobody joins under another's id",
+            "give the node a data folder of its own (--data)",
+        )
+
+
 class _Stream:
     """One node's stream. Messages wait in a bounded outbox; a node that does not read them is cut off."""
 
@@ -270,6 +292,8 @@ class _Stream:
                 self._directive(close=close)
             case signals.TellServing():
                 self._put(pb.TrackerMessage(serving=pb.Serving(model=effect.model)))
+            case signals.TellNotice():
+                self._put(pb.TrackerMessage(notice=pb.Notice(text=effect.text, remedy=effect.remedy)))
             case signals.TellPeers():
                 peers = [pb.Peer(node_id=node_id, grpc_address=at) for node_id, at in effect.peers]
                 self._put(pb.TrackerMessage(peers=pb.Peers(peers=peers)))
@@ -332,8 +356,13 @@ def _address(peer: str) -> str:
     return peer.rpartition(":")[0]
 
 
-async def serve_membership(membership: Membership, host: str, port: int) -> tuple[grpc.aio.Server, int]:
-    """Listens; returns the server and the port. Raises OSError when the port cannot be had."""
+async def serve_membership(
+    membership: Membership, host: str, port: int, authority: Authority | None
+) -> tuple[grpc.aio.Server, int]:
+    """Listens; returns the server and the port. Raises OSError when the port cannot be had.
+
+    With an authority only those come in to whom it has given a certificate.
+    """
     server = grpc.aio.server(
         options=[
             ("grpc.so_reuseport", 0),
@@ -347,7 +376,17 @@ async def serve_membership(membership: Membership, host: str, port: int) -> tupl
     membership_pb2_grpc.add_MembershipServicer_to_server(membership, server)
     target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        bound = server.add_insecure_port(target)
+        if authority is None:
+            bound = server.add_insecure_port(target)
+        else:
+            bound = server.add_secure_port(
+                target,
+                grpc.dynamic_ssl_server_credentials(
+                    authority.papers().configuration(),
+                    lambda: authority.papers().configuration(),
+                    require_client_authentication=True,
+                ),
+            )
     except RuntimeError as error:
         raise OSError(f"cannot listen on {target} for gRPC: {error}") from error
     if bound == 0:
@@ -356,14 +395,21 @@ async def serve_membership(membership: Membership, host: str, port: int) -> tupl
     return server, bound
 
 
-async def probe_node(asked: signals.Probe, timeout_s: float) -> str:
-    """Runs one decode step through the whole shard; empty when it answered, else why not."""
+def dial(node_id: str, address: str, authority: Authority | None) -> grpc.aio.Channel:
+    """A channel to a node's data plane."""
     # Not the pause that an earlier channel makes after a failure: the node may be back.
     options = [("grpc.use_local_subchannel_pool", 1)]
-    async with grpc.aio.insecure_channel(asked.grpc_address, options=options) as channel:
+    if authority is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return authority.papers().channel(address, name_of(node_id), options)
+
+
+async def probe_node(asked: signals.Probe, timeout_s: float, authority: Authority | None = None) -> str:
+    """Runs one decode step through the whole shard; empty when it answered, else why not."""
+    async with dial(asked.node_id, asked.grpc_address, authority) as channel:
         stub = dataplane_pb2_grpc.DataPlaneStub(channel)
         try:
             reply = await stub.Probe(dataplane_pb2.ProbeRequest(model=asked.model), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            return f"{error.code().name.lower()} at {asked.grpc_address}: {error.details()}"
+            return f"{error.code().name.lower()} at {asked.grpc_address}: {explained(error.details() or '')}"
     return "" if reply.ok else reply.error or "it refused without a reason"

@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from meshnet import __version__
 from meshnet.protocol.bodies import ChatBody, CompletionBody
+from meshnet.protocol.enrolment import EnrolRequest
 from meshnet.protocol.openai import CHAT_NEUTRAL, COMPLETION_NEUTRAL
 from meshnet.tracker import forms, shapes
 from meshnet.tracker.books.api import OPERATIONS as BOOKS
@@ -37,6 +38,7 @@ FORMS = (
     forms.TicketForm,
     forms.PlaceForm,
     forms.InviteForm,
+    EnrolRequest,
     forms.LoadModelForm,
     forms.DefaultModelForm,
     forms.AliasForm,
@@ -72,6 +74,14 @@ OPERATIONS = (
     Operation("post", "/v1/chat/completions", "A chat completion", "Answer", "ChatBody", scope="use"),
     Operation("post", "/v1/completions", "A text completion", "Answer", "CompletionBody", scope="use"),
     Operation("get", "/api/join-info", "What a node needs to know to join", "JoinInfo", scope="open"),
+    Operation(
+        "post",
+        "/api/enroll",
+        "A node's certificate, for a proof that it knows a join token or its credential",
+        "Enrolled",
+        "EnrolRequest",
+        scope="open",
+    ),
     Operation("post", "/api/session", "Exchange a key for a cookie", "Session", "SessionForm", scope="open"),
     Operation("get", "/api/session", "Who one is", "Session", scope="use"),
     Operation("delete", "/api/session", "Sign out", "SignedOut", scope="open"),

@@ -248,7 +248,7 @@ class Orchestrator:
                 patience_s = self.settings.first_event_s
                 try:
                     async with asyncio.timeout(patience_s):
-                        return await self.heads.tokenize(node.http_url, asked)
+                        return await self.heads.tokenize(node.way, asked)
                 except TimeoutError:
                     problem = f"node {node.name} did not answer within {patience_s:g} s"
                 except HeadError as error:

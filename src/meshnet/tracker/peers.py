@@ -9,7 +9,8 @@ over its own slots, so that two trackers that count on the same slot are told ap
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import ssl
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ import aiohttp
 import msgspec
 import structlog
 
+from meshnet.protocol.keys import TRACKER_NAME
 from meshnet.tracker.books.facade import Books
 from meshnet.tracker.books.records import BooksError
 from meshnet.tracker.feed import CALL_INTERVAL_S, Audience, Feed
@@ -48,12 +50,22 @@ class Told(msgspec.Struct):
 class PeerTrackers:
     """The other trackers of the mesh, as this one sees them."""
 
-    def __init__(self, books: Books, roster: Roster, table: LiveTable, feed: Feed, own_url: str) -> None:
+    def __init__(
+        self,
+        books: Books,
+        roster: Roster,
+        table: LiveTable,
+        feed: Feed,
+        own_url: str,
+        context: Callable[[], ssl.SSLContext] | None = None,
+    ) -> None:
+        """`context`: for trackers that speak TLS, all under one name."""
         self._books = books
         self._roster = roster
         self._table = table
         self._feed = feed
         self._own_url = own_url
+        self._context = context
         self._calls: dict[str, tuple[str, int, dict[str, Any]]] = {}
         self._urls: dict[str, str] = {}
         self._known: set[str] = set()
@@ -99,7 +111,10 @@ class PeerTrackers:
             return None
         try:
             async with self._session.request(
-                method, f"{url}/api/calls/{call_id}", headers={"Authorization": authorization}
+                method,
+                f"{url}/api/calls/{call_id}",
+                headers={"Authorization": authorization},
+                **self._secured(url),
             ) as answer:
                 value = msgspec.json.decode(await answer.read())
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
@@ -107,6 +122,11 @@ class PeerTrackers:
         if "tracker" in value:
             value["tracker"] = url
         return answer.status, value
+
+    def _secured(self, url: str) -> dict[str, Any]:
+        if self._context is None or not url.startswith("https:"):
+            return {}
+        return {"ssl": self._context(), "server_hostname": TRACKER_NAME}
 
     # ------------------------------------------------------------ drains, which all trackers keep
 
@@ -210,6 +230,7 @@ def _without_templates(node: Node, templates: dict[str, str], now: float) -> Nod
         labels=dict(node.labels),
         cuts_sent={},
         peers_sent=(),
+        dial_at=0.0,
         probe=ProbeWork(error=node.probe.error),
     )
 

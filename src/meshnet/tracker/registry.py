@@ -11,10 +11,12 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from meshnet.tracker.catalogue import known_fingerprint
+from meshnet.tracker.dialling import dialled, due_dials, first_dial, link_line, remedy
 from meshnet.tracker.members import Node, ProbeWork, Shard
 from meshnet.tracker.signals import (
     Beat,
     CloseStream,
+    Dialled,
     DrainSet,
     Effect,
     Event,
@@ -30,6 +32,7 @@ from meshnet.tracker.signals import (
     State,
     StreamEnded,
     TellDrain,
+    TellNotice,
     TellServing,
     Tick,
     Welcome,
@@ -59,6 +62,8 @@ def step(state: State, event: Event, now: float) -> Step:
             return _ended(state, event, now)
         case Probed():
             return _probed(state, event, now)
+        case Dialled():
+            return dialled(state, event, now)
         case DrainSet():
             return _drain(state, event)
         case PeerSaid():
@@ -167,6 +172,7 @@ def _joined(state: State, event: Joined, now: float) -> Step:
         Welcome(event.connection, node.node_id, node.name),
         Say("node joined", node.node_id, f"node joined {node.name} layers {layers}"),
     ]
+    effects.append(first_dial(node))
     if node.draining:
         effects.append(TellDrain(event.connection, True, node.drain_reason))
     if pause:
@@ -250,6 +256,7 @@ def _beat(state: State, event: Beat, now: float) -> Step:
         oldest_step_ms=event.oldest_step_ms,
         memory_free_bytes=event.memory_free_bytes,
         on_battery=event.on_battery,
+        resting=event.resting,
         wedged=wedged,
     )
     effects: list[Effect] = []
@@ -289,8 +296,10 @@ def _links(state: State, event: LinksMeasured) -> Step:
         links[node.node_id, peer] = link
         before = state.links.get((node.node_id, peer))
         if link.error and (before is None or before.error != link.error):
-            line = f"node {node.name} cannot reach {other.name} at {other.grpc_address}: {link.error}"
+            line = link_line(node, other, link.error)
             effects.append(Say("link broken", node.node_id, line, level="warning"))
+            if other.connection is not None:
+                effects.append(TellNotice(other.connection, line, remedy(other.grpc_address)))
     return replace(state, links=MappingProxyType(links)), tuple(effects)
 
 
@@ -335,7 +344,9 @@ def _probed(state: State, event: Probed, now: float) -> Step:
         replace(shard, probed=True) if shard.model == event.model and shard.state == "ready" else shard
         for shard in node.shards
     )
-    after = replace(node, shards=shards, probe=ProbeWork())
+    # What answers a probe is reached: what was said of it before is looked at again.
+    again = now if node.unreachable else node.dial_at
+    after = replace(node, shards=shards, probe=ProbeWork(), dial_at=again)
     asked, after = due_probes(after, now)
     said: tuple[Effect, ...] = ()
     if node.connection is not None:
@@ -376,7 +387,8 @@ def _tick(state: State, now: float) -> Step:
             links = {pair: link for pair, link in state.links.items() if node.node_id not in pair}
             state = replace(state, nodes=MappingProxyType(kept), links=MappingProxyType(links))
             effects.append(Say("node forgotten", node.node_id, f"node forgotten {node.name}"))
-    return state, tuple(effects)
+    state, dials = due_dials(state, now)
+    return state, (*effects, *dials)
 
 
 def _peer_said(state: State, event: PeerSaid, now: float) -> Step:

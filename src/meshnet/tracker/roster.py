@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 
+from meshnet.tracker.dialling import dial as dial_node
 from meshnet.tracker.members import Node
 from meshnet.tracker.registry import step
 from meshnet.tracker.signals import (
     CloseStream,
+    Dial,
+    Dialled,
     Effect,
     Event,
     Gone,
@@ -52,6 +55,7 @@ class Roster:
         rules: Rules,
         *,
         probe: Callable[[Probe], asyncio.Future[str] | asyncio.Task[str]],
+        dial: Callable[[Dial], Coroutine[Any, Any, tuple[tuple[str, str], ...]]] = dial_node,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state = State(rules)
@@ -59,6 +63,8 @@ class Roster:
         """Raised with every change, so that whatever was derived from the state can be kept until then."""
         self.clock = clock
         self._probe = probe
+        self._dial = dial
+        self._dialling: set[asyncio.Task[None]] = set()
         self._lines: dict[int, Line] = {}
         self._changed: list[Callable[[str, Node | None], None]] = []
         self._gone: list[Callable[[str, str], None]] = []
@@ -101,7 +107,7 @@ class Roster:
 
     async def stop(self) -> None:
         """Ends probes and streams; nodes keep what they have and look for the next tracker."""
-        tasks: list[asyncio.Future[str] | asyncio.Task[None]] = [*self._running]
+        tasks: list[asyncio.Future[str] | asyncio.Task[None]] = [*self._running, *self._dialling]
         if self._ticking is not None:
             tasks.append(self._ticking)
         for task in tasks:
@@ -166,6 +172,10 @@ class Roster:
                 task = asyncio.ensure_future(self._probe(effect))
                 self._running.add(task)
                 task.add_done_callback(partial(self._probed, effect))
+            case Dial():
+                dialling = asyncio.create_task(self._dialled(effect), name="dial")
+                self._dialling.add(dialling)
+                dialling.add_done_callback(self._dialling.discard)
             case Gone():
                 for gone in self._gone:
                     gone(effect.node_id, effect.reason)
@@ -185,6 +195,9 @@ class Roster:
         failure = done.exception()
         error = f"{type(failure).__name__}: {failure}" if failure is not None else done.result()
         self.feed(Probed(asked.node_id, asked.boot_id, asked.model, error))
+
+    async def _dialled(self, asked: Dial) -> None:
+        self.feed(Dialled(asked.node_id, asked.connection, await self._dial(asked)))
 
     async def _tick(self) -> None:
         while True:

@@ -253,7 +253,7 @@ class Run:
         node = self.tracker.roster.state.nodes.get(self.state.head)
         if node is None or not node.connected:
             return self._head_failed("lost", "it left the mesh")
-        self.attempt = Attempt(self.tracker.heads, node.http_url)
+        self.attempt = Attempt(self.tracker.heads, node.way)
         request = GenerateCall(
             call_id=order.call_id,
             epoch=self.state.epoch,

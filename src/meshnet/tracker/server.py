@@ -6,15 +6,17 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import grpc.aio
 import structlog
 import uvicorn
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from meshnet import __version__
 from meshnet.listening import check_free, listen
 from meshnet.models.store import Store
 from meshnet.tracker.answers import Tracker
@@ -24,6 +26,7 @@ from meshnet.tracker.books.facade import Books, Bootstrap
 from meshnet.tracker.books.records import BooksError, BooksUnavailable
 from meshnet.tracker.console import Console
 from meshnet.tracker.door import FrontDoor
+from meshnet.tracker.enrolling import Registrar
 from meshnet.tracker.experience import BooksExperience
 from meshnet.tracker.feed import Feed
 from meshnet.tracker.guarded import guarded
@@ -45,6 +48,14 @@ from meshnet.tracker.tracing import start_tracing
 from meshnet.tracker.tries import FailedTries
 from meshnet.tracker.tuning import Tuning
 from meshnet.tracker.wishes import Wishes
+
+if TYPE_CHECKING:
+    import ssl
+
+    from meshnet.tracker.authority import Authority
+    from meshnet.tracker.beacon import Beacon
+
+    Contexts = Callable[[], ssl.SSLContext]
 
 GRPC_GRACE_S = 0.5
 POLL_S = 0.05
@@ -76,6 +87,9 @@ class Server:
         self._tuning: Tuning | None = None
         self._wishes: Wishes | None = None
         self._roster: Roster | None = None
+        self._authority: Authority | None = None
+        self._beacon: Beacon | None = None
+        self._lighting: asyncio.Task[None] | None = None
         self._grpc: grpc.aio.Server | None = None
         self._http: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -109,12 +123,21 @@ class Server:
             console = Console(settings.console_events, books.clock)
             recorder = Recorder(LiveTable(settings.ended_calls), console, feed, metrics, roster)
             recorder.tracing = start_tracing(roster)
-            heads = self._heads = Heads(settings.connect_timeout_s)
+            authority = _authority(settings, books)
+            self._authority = authority
+            registrar = Registrar(authority, books, tries) if authority is not None else None
+            contexts = _contexts(settings, authority)
+            heads = self._heads = Heads(
+                settings.connect_timeout_s, authority.client_context if authority is not None else None
+            )
             wishes = self._wishes = Wishes(books)
             await wishes.start()
             shelf = Shelf(roster, wishes)
             library = Library(
-                Store(), books.mesh.id, Ed25519PrivateKey.from_private_bytes(books.mesh.signing_secret)
+                Store(),
+                books.mesh.id,
+                Ed25519PrivateKey.from_private_bytes(books.mesh.signing_secret),
+                authority.member_session if authority is not None else aiohttp.ClientSession,
             )
             orchestrator = Orchestrator(settings, books, roster, shelf, placement, heads, recorder, tuning.of)
             roster.on_say(lambda said: _show(console, said))
@@ -123,7 +146,8 @@ class Server:
                 roster,
                 recorder.table,
                 feed,
-                f"http://{_dialled(settings)}:{settings.port or port_of(listener)}",
+                _own_url(settings, settings.port or port_of(listener)),
+                authority.client_context if authority is not None else None,
             )
             authenticator = Authenticator(
                 books, Sessions(books.mesh.signing_secret, settings.session_hours * 3600), tries
@@ -141,6 +165,7 @@ class Server:
                 authenticator=authenticator,
                 experience=experience,
                 peers=peers,
+                registrar=registrar,
                 wishes=wishes,
                 library=library,
                 steward=Steward(roster, shelf, wishes, library, books.clock),
@@ -155,16 +180,18 @@ class Server:
                 heartbeat_ms=settings.heartbeat_ms,
                 lease_ms=settings.lease_ms,
             )
-            membership = Membership(roster, identity, _Doorman(books), tries, peers.all_urls)
+            membership = Membership(
+                roster, identity, _Doorman(books), tries, peers.all_urls, tls=settings.tls
+            )
             try:
                 check_free(settings.host, settings.grpc_port, flag="--grpc-port")
                 self._grpc, tracker.grpc_port = await serve_membership(
-                    membership, settings.host, settings.grpc_port
+                    membership, settings.host, settings.grpc_port, authority
                 )
             except OSError as error:
                 raise StartError(str(error)) from error
             roster.start()
-            self._http = _http_server(settings, Shell(tracker, door))
+            self._http = _http_server(settings, Shell(tracker, door), contexts)
             self._serving = asyncio.create_task(self._http.serve([listener]), name="http")
             while not self._http.started:
                 if self._serving.done():
@@ -173,8 +200,10 @@ class Server:
             port = port_of(listener)
         if port != settings.port:
             tracker.settings = settings.model_copy(update={"port": port})
-        await books.start(f"http://{_dialled(settings)}:{port}")
+        await books.start(_own_url(settings, port))
         orchestrator.checker.start()
+        if settings.mdns and not settings.loopback:
+            self._beacon = self._light_beacon(settings, books, port)
         await peers.apply_drains()
         peers.start()
         tracker.steward.start()
@@ -192,6 +221,10 @@ class Server:
             while orchestrator.running and time.monotonic() < deadline:
                 await asyncio.sleep(POLL_S)
             orchestrator.cancel_all("the tracker shuts down; try again")
+        if self._beacon is not None and self._lighting is not None:
+            self._lighting.cancel()
+            await asyncio.gather(self._lighting, return_exceptions=True)
+            await self._beacon.stop()
         if self._http is not None and self._serving is not None:
             self._http.should_exit = True
             with contextlib.suppress(asyncio.CancelledError):
@@ -219,6 +252,20 @@ class Server:
                 log.warning("the books could not be closed in order", error=error.message)
         self._http = self._serving = self._grpc = self._books = self._heads = None
 
+    def _light_beacon(self, settings: TrackerSettings, books: Books, port: int) -> Beacon:
+        from meshnet.tracker.beacon import Beacon
+
+        told = {
+            "name": settings.name,
+            "mesh": books.mesh.id,
+            "tracker": books.trackers.id,
+            "tls": "1" if settings.tls or settings.https_only else "0",
+            "version": __version__,
+        }
+        beacon = Beacon(settings.host, port, told)
+        self._lighting = asyncio.create_task(beacon.start(), name="beacon")
+        return beacon
+
     async def _open_books(self, settings: TrackerSettings) -> tuple[Books, Bootstrap | None]:
         try:
             books = self._books = await Books.open(settings.database or settings.data)
@@ -231,7 +278,8 @@ class Server:
             ) from error
 
     def _probe(self, asked: Probe) -> asyncio.Task[str]:
-        return asyncio.create_task(probe_node(asked, self.settings.probe_timeout_s), name="probe")
+        probing = probe_node(asked, self.settings.probe_timeout_s, self._authority)
+        return asyncio.create_task(probing, name="probe")
 
 
 class _Doorman:
@@ -258,7 +306,55 @@ class _QuietServer(uvicorn.Server):
         yield
 
 
-def _http_server(settings: TrackerSettings, app: Any) -> uvicorn.Server:
+class _SortingServer(_QuietServer):
+    """Takes TLS and plain HTTP on the same port."""
+
+    def __init__(self, config: uvicorn.Config, contexts: Contexts) -> None:
+        super().__init__(config)
+        self._contexts = contexts
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        from meshnet.tracker.acceptor import Acceptor
+
+        await super().startup([])
+        protocol: Any = self.config.http_protocol_class
+
+        def factory() -> asyncio.Protocol:
+            made: asyncio.Protocol = protocol(self.config, self.server_state, self.lifespan.state)
+            return made
+
+        assert sockets is not None
+        self.servers: Any = [
+            Acceptor(listener, factory, self._contexts, protocol.max_connections) for listener in sockets
+        ]
+
+
+def _authority(settings: TrackerSettings, books: Books) -> Authority | None:
+    if not settings.tls:
+        return None
+    # A mesh on loopback need not load what makes certificates.
+    from meshnet.tracker.authority import Authority
+
+    mesh = books.mesh
+    return Authority(mesh.signing_secret, mesh.id, settings.certificate_hours * 3600)
+
+
+def _contexts(settings: TrackerSettings, authority: Authority | None) -> Contexts | None:
+    """What the HTTP port speaks TLS with; None: it does not. Raises StartError."""
+    if settings.tls_key is not None and settings.tls_cert is None:
+        raise StartError("--tls-key is there without --tls-cert; give both")
+    if authority is None and settings.tls_cert is None:
+        return None
+    from meshnet.tracker.acceptor import CertificateFiles, chosen_context
+
+    mesh = authority.server_context if authority is not None else None
+    try:
+        return chosen_context(mesh, settings.tls_cert, settings.tls_key)
+    except CertificateFiles as error:
+        raise StartError(str(error)) from error
+
+
+def _http_server(settings: TrackerSettings, app: Any, contexts: Contexts | None) -> uvicorn.Server:
     protocol = guarded(settings.header_timeout_s, settings.max_header_bytes, settings.max_connections)
     config = uvicorn.Config(
         app,
@@ -273,7 +369,7 @@ def _http_server(settings: TrackerSettings, app: Any) -> uvicorn.Server:
         timeout_keep_alive=int(settings.idle_connection_s),
         timeout_graceful_shutdown=max(1, int(settings.shutdown_s)),
     )
-    return _QuietServer(config)
+    return _QuietServer(config) if contexts is None else _SortingServer(config, contexts)
 
 
 @contextlib.contextmanager
@@ -293,6 +389,12 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
 def port_of(listener: socket.socket) -> int:
     port: int = listener.getsockname()[1]
     return port
+
+
+def _own_url(settings: TrackerSettings, port: int) -> str:
+    """Where other trackers and nodes reach this one."""
+    scheme = "https" if settings.tls or settings.https_only else "http"
+    return f"{scheme}://{_dialled(settings)}:{port}"
 
 
 def _dialled(settings: TrackerSettings) -> str:

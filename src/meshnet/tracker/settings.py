@@ -39,6 +39,15 @@ class TrackerSettings(BaseSettings):
     """URL of a PostgreSQL or SQLite database; empty: SQLite in `data`."""
     new_keys: bool = False
     """Make and show further keys and a join token where the data has some already."""
+    insecure: bool = False
+    """No TLS between the machines of the mesh, though others than this one can reach the tracker."""
+    tls_cert: Path | None = None
+    """An own certificate (PEM, with its chain) for browsers and clients; `tls_key` if its key lies apart."""
+    tls_key: Path | None = None
+    mdns: bool = True
+    """Says on the local network where the tracker is, when it listens beyond loopback."""
+    certificate_hours: Annotated[float, Field(gt=0, le=24 * 365)] = 24.0 * 7
+    """How long a node's certificate holds; it is renewed after two thirds of that."""
     name: str = "meshnet"
     log: Literal["console", "json"] = "console"
 
@@ -99,3 +108,13 @@ class TrackerSettings(BaseSettings):
     def loopback(self) -> bool:
         """True when only this machine can reach the tracker."""
         return self.host in LOOPBACK
+
+    @property
+    def tls(self) -> bool:
+        """True when the machines of the mesh speak TLS: by default wherever others can listen in."""
+        return not self.loopback and not self.insecure
+
+    @property
+    def https_only(self) -> bool:
+        """True when browsers and clients have a certificate that they know."""
+        return self.tls_cert is not None

@@ -82,6 +82,7 @@ class Beat:
     oldest_step_ms: float
     memory_free_bytes: int
     on_battery: bool = False
+    resting: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,15 @@ class Probed:
 
 
 @dataclass(frozen=True, slots=True)
+class Dialled:
+    """(address, reason) of what did not take a connection; see dialling.py."""
+
+    node_id: str
+    connection: int
+    unreachable: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class DrainSet:
     node_id: str
     on: bool
@@ -137,7 +147,18 @@ class Tick:
     now_ms: int
 
 
-Event = Joined | Beat | ShardsChanged | LinksMeasured | StreamEnded | Probed | DrainSet | PeerSaid | Tick
+Event = (
+    Joined
+    | Beat
+    | ShardsChanged
+    | LinksMeasured
+    | StreamEnded
+    | Probed
+    | Dialled
+    | DrainSet
+    | PeerSaid
+    | Tick
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +261,24 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
+class Dial:
+    """Are these addresses (host:port) of the node to be reached?"""
+
+    node_id: str
+    connection: int
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TellNotice:
+    """For the log of the node."""
+
+    connection: int
+    text: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
 class Gone:
     """Calls that run over the node must move."""
 
@@ -257,6 +296,17 @@ class Say:
     level: str = "info"
 
 
-Tell = Welcome | Refuse | TellCuts | TellLoad | TellUnload | TellDrain | TellPeers | TellServing | TellClose
+Tell = (
+    Welcome
+    | Refuse
+    | TellCuts
+    | TellLoad
+    | TellUnload
+    | TellDrain
+    | TellPeers
+    | TellServing
+    | TellClose
+    | TellNotice
+)
 """What goes to a node over its stream."""
-Effect = Tell | CloseStream | Probe | Gone | Say
+Effect = Tell | CloseStream | Probe | Dial | Gone | Say

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from meshnet.tracker.catalogue import Model
+from meshnet.tracker.dialling import unreached
 from meshnet.tracker.members import Node, Shard
 from meshnet.tracker.planning import ModelRouting
 
 
-def node_view(node: Node, now: float, trust: float, engine_note: str = "") -> dict[str, Any]:
-    """`engine_note` is a problem that only a look at the other nodes shows."""
+def node_view(node: Node, now: float, trust: float, notes: Sequence[str] = ()) -> dict[str, Any]:
+    """`notes` are problems that only a look at the other nodes shows."""
     served = sorted({(s.start_layer, s.end_layer) for s in node.shards if s.state in ("ready", "draining")})
-    problems = [*node.problems(now), *((engine_note,) if engine_note else ())]
+    problems = [*node.problems(now), *(unreached(node) if node.connected else ()), *notes]
     status = node.status(now)
     return {
         "node_id": node.node_id,

@@ -163,6 +163,7 @@ def read_beat(message: pb.Heartbeat, node_id: str, connection: int, now_ms: int)
         waiting_steps=message.waiting_steps,
         oldest_step_ms=finite(message.oldest_step_ms),
         memory_free_bytes=message.memory_free_bytes,
+        resting=text(message.resting),
         on_battery=message.on_battery,
     )
 

@@ -7,7 +7,9 @@ use: POST of JSON to a node of the mesh, and a body that is whole or streamed.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,6 +25,10 @@ _TICKET = TICKET_HEADER.encode("ascii")
 TICK_S = 0.1
 
 
+Key = tuple[str, int, str]
+"""Host, port, and the name that the peer must prove to have (empty: none)."""
+
+
 class WireError(Exception):
     """The peer cannot be reached, its connection broke, or it does not speak HTTP."""
 
@@ -34,7 +40,7 @@ class TimeUp(Exception):
 class Exchange(asyncio.Protocol):
     """One connection, one request at a time. Only one method waits at a time; `interrupt` ends that wait."""
 
-    def __init__(self, client: WireClient, key: tuple[str, int]) -> None:
+    def __init__(self, client: WireClient, key: Key) -> None:
         self._client = client
         self._key = key
         self._loop = asyncio.get_running_loop()
@@ -190,22 +196,35 @@ class Exchange(asyncio.Protocol):
 class WireClient:
     """The pool, and the one timer behind all deadlines (which are exact to TICK_S)."""
 
-    def __init__(self, connect_timeout_s: float) -> None:
+    def __init__(self, connect_timeout_s: float, context: Callable[[], ssl.SSLContext] | None = None) -> None:
+        """With a `context` only https:// is spoken, else only http://."""
         self._connect_timeout_s = connect_timeout_s
-        self._idle: dict[tuple[str, int], deque[tuple[float, Exchange]]] = {}
+        self._context = context
+        self._scheme = "http" if context is None else "https"
+        self._idle: dict[Key, deque[tuple[float, Exchange]]] = {}
         self._waiting: set[Exchange] = set()
         self._open: set[Exchange] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._targets: dict[str, tuple[str, int, bytes]] = {}
 
     async def post(
-        self, base_url: str, path: str, body: bytes, ticket: str, *, fresh: bool = False
+        self,
+        base_url: str,
+        path: str,
+        body: bytes,
+        ticket: str,
+        *,
+        name: str = "",
+        fresh: bool = False,
     ) -> Exchange:
-        """Sends a request over a kept connection (unless `fresh`) or a new one. Raises WireError."""
+        """Sends a request over a kept connection (unless `fresh`) or a new one. Raises WireError.
+
+        `name`: whom the certificate of the peer must be for, with TLS.
+        """
         host, port, host_header = self._target(base_url)
-        exchange = None if fresh else self._take((host, port))
+        exchange = None if fresh else self._take((host, port, name))
         if exchange is None:
-            exchange = await self._connect(host, port)
+            exchange = await self._connect(host, port, name)
         head = (
             b"POST %s HTTP/1.1\r\nhost: %s\r\n%s: %s\r\ncontent-type: application/json\r\ncontent-length: "
             % (path.encode("ascii"), host_header, _TICKET, ticket.encode("ascii"))
@@ -230,7 +249,7 @@ class WireClient:
     def unwatch(self, exchange: Exchange) -> None:
         self._waiting.discard(exchange)
 
-    def keep(self, key: tuple[str, int], exchange: Exchange) -> None:
+    def keep(self, key: Key, exchange: Exchange) -> None:
         exchange.used = True
         idle = self._idle.setdefault(key, deque())
         idle.append((asyncio.get_running_loop().time(), exchange))
@@ -251,7 +270,7 @@ class WireClient:
         # Without anybody waiting there is nothing to time; the next wait starts it again.
         self._timer = loop.call_later(TICK_S, self._tick) if self._waiting else None
 
-    def _take(self, key: tuple[str, int]) -> Exchange | None:
+    def _take(self, key: Key) -> Exchange | None:
         """The connection used last; those idle for too long are closed."""
         idle = self._idle.get(key)
         oldest = asyncio.get_running_loop().time() - IDLE_S
@@ -263,13 +282,25 @@ class WireClient:
                 return exchange
         return None
 
-    async def _connect(self, host: str, port: int) -> Exchange:
+    async def _connect(self, host: str, port: int, name: str) -> Exchange:
         loop = asyncio.get_running_loop()
+        context = self._context() if self._context is not None else None
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                _, exchange = await loop.create_connection(lambda: Exchange(self, (host, port)), host, port)
+                _, exchange = await loop.create_connection(
+                    lambda: Exchange(self, (host, port, name)),
+                    host,
+                    port,
+                    ssl=context,
+                    server_hostname=name if context is not None else None,
+                )
         except TimeoutError:
             raise WireError(f"no connection to {host}:{port} within {self._connect_timeout_s:g} s") from None
+        except ssl.SSLCertVerificationError as error:
+            raise WireError(
+                f"at {host}:{port} answers somebody with another certificate than the node's "
+                f"({error.verify_message})"
+            ) from error
         except OSError as error:
             raise WireError(f"no connection to {host}:{port}: {error.strerror or error}") from error
         self._open.add(exchange)
@@ -283,8 +314,8 @@ class WireClient:
                 host, port = parts.hostname or "", parts.port or 80
             except ValueError:
                 host, port = "", 0
-            if parts.scheme != "http" or not host:
-                raise WireError(f"{base_url!r} is no address of the form http://HOST:PORT")
+            if parts.scheme != self._scheme or not host:
+                raise WireError(f"{base_url!r} is no address of the form {self._scheme}://HOST:PORT")
             shown = f"[{host}]" if ":" in host else host
             if len(self._targets) > 10_000:
                 self._targets.clear()

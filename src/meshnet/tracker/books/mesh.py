@@ -12,6 +12,7 @@ import base64
 import json
 import secrets
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -100,7 +101,10 @@ class Joins:
         A node that a token has let in before comes back with it at any time, until the token is revoked:
         expiry and the number of uses are about new nodes.
         """
-        wanted = digest(secret, self._mesh.id)
+        return await self.admit_proven(digest(secret, self._mesh.id), node_id)
+
+    async def admit_proven(self, wanted: str, node_id: str) -> JoinToken:
+        """The same for a node that has proven to know the token with this hash without showing it."""
 
         def write(connection: Connection) -> JoinToken:
             row = connection.execute(
@@ -134,6 +138,13 @@ class Joins:
             return find_join_token(connection, token.id)
 
         return await self._storage.write(write)
+
+    async def find_hash(self, fits: Callable[[str], bool]) -> str | None:
+        """The first token's hash that `fits`; the token may no longer hold."""
+        hashes = await self._storage.read(
+            lambda connection: connection.execute(select(schema.join_tokens.c.hash)).scalars().all()
+        )
+        return next((found for found in hashes if fits(found)), None)
 
     async def list(self) -> list[JoinToken]:
         """All tokens, those that no longer hold too."""

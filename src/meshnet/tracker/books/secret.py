@@ -23,7 +23,10 @@ def new_secret(prefix: Prefix) -> str:
 
 
 def digest(secret: str, bound_to: str = "") -> str:
-    """SHA-256 in hex. `bound_to` (a mesh id) makes the hash worthless in another mesh's database."""
+    """SHA-256 in hex. `bound_to` (a mesh id) makes the hash worthless in another mesh's database.
+
+    Of a join token it is what nodes prove to know when they enrol (protocol/enrolment.py: proof_key).
+    """
     return hashlib.sha256(f"{bound_to}\0{secret}".encode("utf-8", "surrogatepass")).hexdigest()
 
 
