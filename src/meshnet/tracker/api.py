@@ -127,7 +127,7 @@ class Api:
 
     async def enrol(self, request: Request) -> Response:
         if self.t.registrar is None:
-            raise ApiError(409, "this mesh runs without TLS: there are no certificates", code="no_tls")
+            raise ApiError(403, "this mesh runs without TLS: there are no certificates", code="no_tls")
         body = await read_body(request.scope, request.receive, MAX_ENROLMENT, forms.BODY_TIMEOUT_S)
         return answer(await self.t.registrar.enrol(body, client_address(request.scope)))
 
