@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from meshnet.doctor import check_disk, check_engine, check_port, check_tracker
+from meshnet.doctor import check_disk, check_engine, check_port, check_tls, check_tracker
 from meshnet.service import launchd_plist, systemd_unit
 
 
@@ -41,6 +41,14 @@ def test_a_tracker_that_is_not_there_is_said_with_what_to_look_at() -> None:
     findings = list(check_tracker("http://127.0.0.1:9"))
     assert [finding.state for finding in findings] == ["fail"]
     assert "--host" in findings[0].remedy
+
+
+def test_plain_lines_between_machines_are_warned_of() -> None:
+    assert check_tls("10.0.0.1", True, "ab").state == "ok"
+    assert check_tls("127.0.0.1", False, "").state == "ok"
+    plain = check_tls("10.0.0.1", False, "")
+    assert plain.state == "warn"
+    assert "--insecure" in plain.remedy
 
 
 def test_disk_of_a_folder_that_is_yet_to_be_made(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from meshnet.tracker.roster import Roster
 from meshnet.tracker.signals import (
     Beat,
     CloseStream,
+    Dial,
+    Dialled,
     Effect,
     Event,
     Gone,
@@ -31,6 +33,7 @@ from meshnet.tracker.signals import (
     State,
     StreamEnded,
     TellCuts,
+    TellNotice,
     TellPeers,
     TellServing,
     Tick,
@@ -219,6 +222,27 @@ def test_peers_are_told_to_those_who_share_a_model_and_only_on_change() -> None:
     assert TellPeers(2, (("a", "a:1"),)) in effects
     _, later = step(state, ShardsChanged(1, "a", (shard(0, 4),)), 0.0)
     assert not any(isinstance(effect, TellPeers) for effect in later)
+
+
+def test_what_cannot_be_dialled_is_said_once_and_tried_until_it_can() -> None:
+    state, effects = play((joined("a", 1), 0.0))
+    assert [e.addresses for e in effects if isinstance(e, Dial)] == [("a:80", "a:1")]
+    closed = Dialled("a", 1, (("a:1", "no answer within 4 s"),))
+    state, after = step(state, closed, 1.0)
+    said = [effect.line for effect in after if isinstance(effect, Say)]
+    assert said == ["the tracker cannot reach a at a:1: no answer within 4 s"]
+    told = [effect for effect in after if isinstance(effect, TellNotice)]
+    assert (told[0].text, "ufw allow 1/tcp" in told[0].remedy) == (said[0], True)
+    state, after = step(state, closed, 2.0)
+    assert not after
+    state, after = step(state, Beat(1, "a", 0, 1.0, 0.0, (), 0, 0, 0, 0, 0.0, 0), 11.0)
+    state, after = step(state, Tick(0), 12.0)
+    assert [e.addresses for e in after if isinstance(e, Dial)] == [("a:80", "a:1")]
+    state, after = step(state, Dialled("a", 1, ()), 12.1)
+    assert [effect.line for effect in after if isinstance(effect, Say)] == ["node reachable a"]
+    assert not state.nodes["a"].unreachable
+    # What was dialled for an earlier stream says nothing of this one.
+    assert step(state, Dialled("a", 7, (("a:1", "x"),)), 13.0) == (state, ())
 
 
 def test_broken_links_are_said_once_in_words() -> None:
