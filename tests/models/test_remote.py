@@ -18,6 +18,7 @@ from support.random_gguf import write_random_model
 from meshnet.models.errors import FetchFailed, HashMismatch, MissingPart, ModelError, NotGGUF
 from meshnet.models.fingerprint import combine, fingerprint, with_fingerprint
 from meshnet.models.gguf import ModelFile
+from meshnet.models.http import HttpSource, open_remote
 from meshnet.models.metadata import FLOAT32, Metadata, scalar_entry
 from meshnet.models.remote import (
     ByteSource,
@@ -29,7 +30,7 @@ from meshnet.models.remote import (
     hash_source,
 )
 from meshnet.models.slice import SlicePlan, plan_slice, write_slice
-from meshnet.models.sources import HttpSource, LocalSource, SliceSource, open_remote
+from meshnet.models.sources import LocalSource, SliceSource
 
 RandomModel = Callable[..., Path]
 

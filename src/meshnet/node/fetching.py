@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import aiohttp
 import structlog
 
 from meshnet.models.errors import FetchFailed, HashMismatch, ModelError
@@ -18,9 +18,12 @@ from meshnet.models.origins import Origin, Origins
 from meshnet.models.remote import FetchProgress, RateLimit, fetch_slice
 from meshnet.models.serving import PATH, read_bounded, read_spans
 from meshnet.models.slice import SlicePlan, plan_slice
-from meshnet.models.sources import HttpSource
 from meshnet.models.store import Store
 from meshnet.protocol.passes import PASS_HEADER
+
+if TYPE_CHECKING:
+    # Most nodes never fetch anything, and aiohttp takes 17 MB: it is imported where it is used.
+    import aiohttp
 
 CONNECT_S = 5.0
 ANSWER_S = 30.0
@@ -61,15 +64,17 @@ class Fetcher:
     def __init__(
         self,
         store: Store,
-        mesh_session: Callable[[], aiohttp.ClientSession] = aiohttp.ClientSession,
+        mesh_session: Callable[[], aiohttp.ClientSession] | None = None,
         limit: RateLimit | None = None,
     ) -> None:
         self._store = store
-        self._mesh_session = mesh_session
+        self._mesh_session = mesh_session or _open_session
         self._limit = limit
 
     async def describe(self, fingerprint: str, sources: WeightSources) -> ModelFile:
         """The model as a manifest tells it, which must give the fingerprint. Raises ModelError."""
+        import aiohttp
+
         problem: Exception = FetchFailed("no machine of the mesh was named that knows the model")
         async with self._mesh_session() as session:
             for base in sources.bases:
@@ -147,6 +152,10 @@ class Fetcher:
         self, stack: contextlib.AsyncExitStack, model: ModelFile, sources: WeightSources
     ) -> list[Origin]:
         """The mesh's machines with what they hold, then the hub."""
+        import aiohttp
+
+        from meshnet.models.http import HttpSource
+
         found: list[Origin] = []
         mesh = await stack.enter_async_context(self._mesh_session())
         count = len(model.files)
@@ -166,6 +175,12 @@ class Fetcher:
         return found
 
 
+def _open_session() -> aiohttp.ClientSession:
+    import aiohttp
+
+    return aiohttp.ClientSession()
+
+
 def hub_headers() -> dict[str, str]:
     """The hub's token, where the user has one."""
     token = os.environ.get("HF_TOKEN", "")
@@ -175,6 +190,8 @@ def hub_headers() -> dict[str, str]:
 async def _get(
     session: aiohttp.ClientSession, url: str, sources: WeightSources, limit: int | None = None
 ) -> bytes:
+    import aiohttp
+
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=ANSWER_S)
     async with session.get(url, headers=sources.headers, timeout=timeout) as answer:
         if answer.status != 200:

@@ -22,11 +22,12 @@ from meshnet.models.errors import FetchFailed, HashMismatch, ModelError, ModelNo
 from meshnet.models.files import write_atomically
 from meshnet.models.fingerprint import Fingerprint, combine, verify, with_fingerprint
 from meshnet.models.gguf import ModelFile
+from meshnet.models.http import HttpSource, open_remote
 from meshnet.models.origins import Origin
 from meshnet.models.pulls import hub_files
 from meshnet.models.remote import ByteSource, FetchProgress, SourceCut, hash_source
 from meshnet.models.serving import PATH, Shelved, read_bounded
-from meshnet.models.sources import HttpSource, LocalSource, open_remote
+from meshnet.models.sources import LocalSource
 from meshnet.models.store import Store, as_id
 from meshnet.protocol.passes import PASS_HEADER, PASS_MS, WeightsPass, sign_pass, verify_pass
 from meshnet.protocol.tickets import TicketError
