@@ -1,8 +1,9 @@
 """A machine that joins with a link, from the command to serving, beside a plain copy of the same bytes.
 
 The model lies at a neighbour that holds its first half; the second half and the output matrix go to the new
-node. The copy is of as many bytes, from Python's own HTTP server to a file. Both go over a line of the same
-rate, and over an unlimited one. Wanted: at most 1.3 times the copy, and 5 s. And how long placing takes.
+node. Each node computes on a core of its own. The copy is of as many bytes, from Python's own HTTP server to
+a file. Both go over a line of the same rate, and over an unlimited one. Wanted: at most 1.3 times the copy,
+and 5 s. And how long placing takes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import urllib.request
 from pathlib import Path
 
 from figures import Spread, Table, parser, ratios
-from stand import MODEL, free_port
+from stand import MODEL, free_port, two_cores
 from support.gates import Gates, gates
 from support.mesh import Mesh, Process, run_mesh
 
@@ -39,14 +40,19 @@ def joining_seconds(folder: Path, lines: Gates, rate: float) -> float:
         mesh.start_tracker(env={"MESHNET_CACHE": str(folder / "tracker-cache")})
         port = free_port()
         shown = lines.add("neighbour", port)
-        mesh.start_node("neighbour", f"0-{FIRST - 1}", "--port", str(port), "--advertise-port", str(shown))
+        a, b = two_cores()
+        ports = ("--port", str(port), "--advertise-port", str(shown))
+        mesh.start_node("neighbour", f"0-{FIRST - 1}", *ports, "--cores", a)
         mesh.wait_ready("neighbour")
         lines.set("neighbour", bytes_per_s=rate)
         with mesh.client(admin=True) as client:
             link = client.post("/api/invite", json={}).json()["join_link"]
         begun = time.perf_counter()
         joined = Process(
-            ["node", link, "--name", "new", "--port", "0", "--grpc-port", "0", "--data", str(folder / "new")],
+            [
+                *("node", link, "--name", "new", "--cores", b),
+                *("--port", "0", "--grpc-port", "0", "--data", str(folder / "new")),
+            ],
             folder / "new.log",
             {"MESHNET_CACHE": str(folder / "new-cache")},
         )
