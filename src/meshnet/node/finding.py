@@ -11,8 +11,9 @@ from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZerocon
 
 from meshnet.protocol.finding import SERVICE, FoundTracker, found_tracker
 
-LISTEN_S = 2.5
+LISTEN_S = 1.5
 ASK_MS = 2_000
+CONNECT_S = 1.0
 
 
 async def find_trackers(listen_s: float = LISTEN_S) -> list[FoundTracker]:
@@ -28,7 +29,8 @@ async def find_trackers(listen_s: float = LISTEN_S) -> list[FoundTracker]:
             key.decode("utf-8", "replace"): (value or b"").decode("utf-8", "replace")
             for key, value in info.properties.items()
         }
-        tracker = found_tracker(told, info.parsed_addresses(), info.port or 0)
+        addresses = await _reachable(info.parsed_addresses(), info.port or 0)
+        tracker = found_tracker(told, addresses, info.port or 0)
         if tracker is not None:
             found[name] = tracker
 
@@ -52,3 +54,19 @@ async def find_trackers(listen_s: float = LISTEN_S) -> list[FoundTracker]:
         with contextlib.suppress(OSError):
             await zeroconf.async_close()
     return [found[name] for name in sorted(found)]
+
+
+async def _reachable(addresses: list[str], port: int) -> list[str]:
+    """Those that take a connection first: a machine has addresses that lead nowhere from here."""
+
+    async def leads_nowhere(address: str) -> bool:
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                _, writer = await asyncio.open_connection(address, port)
+        except (OSError, TimeoutError):
+            return True
+        writer.transport.abort()
+        return False
+
+    worse = await asyncio.gather(*(leads_nowhere(address) for address in addresses))
+    return [address for _, address in sorted(zip(worse, addresses, strict=True), key=lambda pair: pair[0])]
