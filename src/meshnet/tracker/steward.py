@@ -33,6 +33,8 @@ AFTER_UNLOAD_S = 2.5
 """Two heartbeats and a little: until a node's free memory is told anew."""
 RETRY_S = 30.0
 """A node that could not load a model is not asked again for so long."""
+ANSWER_S = 300.0
+"""A node that neither answers nor announces what it was told to load for so long is told again."""
 MAX_SOURCES = 8
 MAX_LED = 256
 
@@ -46,6 +48,8 @@ class _Job:
     node_id: str
     connection: int
     number: int
+    at: float
+    """When it was sent, by the roster's clock."""
     load: Load | None
     unload: Unload | None = None
 
@@ -219,6 +223,7 @@ class Steward:
     async def _look(self) -> None:
         models = await self._models()
         now = self._roster.clock()
+        self._forget_jobs(now)
         self._failed = {key: value for key, value in self._failed.items() if value[0] > now}
         if now - self._unloaded_at < AFTER_UNLOAD_S or self._missed(now):
             return
@@ -249,6 +254,23 @@ class Steward:
         for load in decision.loads:
             self._send_load(load)
         self._changed()
+
+    def _forget_jobs(self, now: float) -> None:
+        """Directives whose answer was lost on the way: what the node announces tells as much."""
+        for node_id, job in list(self._jobs.items()):
+            node, move = self._roster.state.nodes.get(node_id), job.load or job.unload
+            shards = node.shards if node is not None else ()
+            here = [
+                shard
+                for shard in shards
+                if move is not None
+                and (shard.model, shard.start_layer, shard.end_layer)
+                == (move.model_id, move.first, move.last)
+            ]
+            done = any(shard.state == "ready" for shard in here) if job.load is not None else not here
+            if done or (not here and now - job.at > ANSWER_S):
+                del self._jobs[node_id]
+                self._unloaded_at = now if job.load is None else self._unloaded_at
 
     def _missed(self, now: float) -> bool:
         """Whether a node was lost so lately that it may be back in a moment."""
@@ -310,8 +332,9 @@ class Steward:
         names = {name for name, to in kept.aliases.items() if to == load.model_id}
         model = self._shelf.models().get(load.model_id)
         names.update(model.card.aliases if model is not None else ())
-        job = _Job(load.node_id, node.connection, next(self._numbers), load)
+        job = _Job(load.node_id, node.connection, next(self._numbers), self._roster.clock(), load)
         self._jobs[load.node_id] = job
+        self._evicted.pop(load.model_id, None)
         self._roster.tell(
             TellLoad(
                 connection=node.connection,
@@ -339,7 +362,8 @@ class Steward:
         running = self._jobs.get(unload.node_id)
         if running is not None and (running.load is None or running.load.model_id != unload.model_id):
             return  # a load that is not wanted any more is broken off, anything else comes first
-        job = _Job(unload.node_id, node.connection, next(self._numbers), None, unload)
+        now = self._roster.clock()
+        job = _Job(unload.node_id, node.connection, next(self._numbers), now, None, unload)
         self._jobs[unload.node_id] = job
         self._roster.tell(TellUnload(node.connection, job.number, unload.model_id, unload.first, unload.last))
         layers = f"layers {unload.first}-{unload.last} of {unload.model_id}"
