@@ -11,6 +11,7 @@ import os
 import platform
 import statistics
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -38,6 +39,18 @@ def machine() -> str:
         except PackageNotFoundError:
             parts.append(f"{package} not installed")
     return ", ".join(parts)
+
+
+def busy_seconds() -> tuple[float, float] | None:
+    """CPU seconds so far of the whole machine, and of this process with the children that have ended; None
+    where the system does not tell."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return None
+    user, nice, system, _idle, _wait, irq, soft, *_ = map(int, stat.read_text().split("\n", 1)[0].split()[1:])
+    own = os.times()
+    ticks = os.sysconf("SC_CLK_TCK")
+    return (user + nice + system + irq + soft) / ticks, sum(own[:4])
 
 
 @dataclass(frozen=True)
@@ -76,6 +89,18 @@ class Table:
     )
     rows: list[Sequence[str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    _begun: tuple[float, tuple[float, float] | None] = field(
+        default_factory=lambda: (time.monotonic(), busy_seconds())
+    )
+
+    def others(self) -> str:
+        """What other processes took of the machine since the table was begun; measure with little of that."""
+        (clock, before), after = self._begun, busy_seconds()
+        if before is None or after is None:
+            return ""
+        busy = (after[0] - before[0]) - (after[1] - before[1])
+        share = max(busy, 0.0) / max((time.monotonic() - clock) * (os.cpu_count() or 1), 1e-6)
+        return f", other processes took {share:.0%} of the machine"
 
     def add(self, *cells: object) -> None:
         if len(cells) != len(self.columns):
@@ -101,7 +126,7 @@ class Table:
                 [
                     f"## {self.title}",
                     "",
-                    f"`{self.command}` on {machine()}",
+                    f"`{self.command}` on {machine()}{self.others()}",
                     "",
                     *body,
                     "",

@@ -32,8 +32,10 @@ from meshnet.models.store import Store
 
 MODEL = "smollm2"
 ANIMALS = ("fox", "owl", "bear", "whale", "otter", "heron", "lynx", "crab", "wolf", "seal", "hare", "mole")
-CONTENT = re.compile(rb'"content": ?"[^"]|"finish_reason": ?"')
+CONTENT = re.compile(rb'"(?:content|text)": ?"[^"]|"finish_reason": ?"')
 """What the first token shows: text, or an answer that ends with it."""
+ENDS = ("0", "2")
+"""SmolLM2's tokens that end a text."""
 USAGE = re.compile(rb'"prompt_tokens": ?(\d+)')
 USED = re.compile(rb'"completion_tokens": ?(\d+)')
 SERVER = """
@@ -190,10 +192,18 @@ class _Stream(asyncio.Protocol):
 
 def request_of(endpoint: Endpoint, messages: Sequence[dict[str, str]], tokens: int, **extra: object) -> bytes:
     """A streamed greedy chat request."""
+    return _post(endpoint, "/chat/completions", tokens, messages=list(messages), **extra)
+
+
+def completion_of(endpoint: Endpoint, prompt: str, tokens: int) -> bytes:
+    """A streamed greedy request to go on with a text, which nothing ends before its tokens are used up."""
+    return _post(endpoint, "/completions", tokens, prompt=prompt, logit_bias=dict.fromkeys(ENDS, -100))
+
+
+def _post(endpoint: Endpoint, path: str, tokens: int, **extra: object) -> bytes:
     parts = urlsplit(endpoint.base_url)
     body = {
         "model": MODEL,
-        "messages": list(messages),
         "temperature": 0,
         "max_tokens": tokens,
         "stream": True,
@@ -203,7 +213,7 @@ def request_of(endpoint: Endpoint, messages: Sequence[dict[str, str]], tokens: i
     encoded = json.dumps(body).encode()
     key = f"authorization: Bearer {endpoint.key}\r\n" if endpoint.key else ""
     head = (
-        f"POST {parts.path}/chat/completions HTTP/1.1\r\nhost: {parts.netloc}\r\n{key}"
+        f"POST {parts.path}{path} HTTP/1.1\r\nhost: {parts.netloc}\r\n{key}"
         f"content-type: application/json\r\ncontent-length: {len(encoded)}\r\nconnection: close\r\n\r\n"
     )
     return head.encode() + encoded

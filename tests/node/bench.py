@@ -18,6 +18,7 @@ from meshnet.models.gguf import ModelFile
 from meshnet.models.store import Store
 from meshnet.node.call import Call
 from meshnet.node.dataplane import DataPlane, DataPlaneServer
+from meshnet.node.drafts import NEVER, Policy
 from meshnet.node.headcalls import HeadCalls
 from meshnet.node.headmodel import HeadModel
 from meshnet.node.links import Links
@@ -116,6 +117,7 @@ class Bench:
         n_slots: int = 4,
         n_ctx: int = 1024,
         ring: SentRing | None = None,
+        drafting: Policy = NEVER,
     ) -> BenchNode:
         node_id = f"n{next(self._numbers)}-{secrets.token_hex(3)}"
         verifier = Verifier()
@@ -124,7 +126,7 @@ class Bench:
         links = Links(lambda: plane[0].hello())
         stages = Stages(node_id, links, verifier.verify, ring=ring)
         models: dict[int, HeadModel] = {}
-        heads = HeadCalls(stages, verifier.verify, lambda shard: models[shard.number])
+        heads = HeadCalls(stages, verifier.verify, lambda shard: models[shard.number], drafting)
         plane.append(DataPlane(node_id, lambda: MESH, stages, heads))
         server = DataPlaneServer(plane[0])
         await server.start("127.0.0.1", 0)

@@ -15,6 +15,7 @@ import psutil
 import typer
 import uvloop
 
+from meshnet.engine.shards import pin_thread
 from meshnet.node.app import NodeOptions, StartError, make_node, name_and_port
 from meshnet.node.identity import default_folder, known_mesh
 from meshnet.node.loader import DEFAULT_SLOTS, EngineOptions
@@ -47,7 +48,7 @@ def node(
     layers: Annotated[str, typer.Option(help="Layers to hold: A-B[,C-D], both ends included.")] = "",
     name: Annotated[str, typer.Option(help="Name for people (default: the host's).")] = "",
     threads: Annotated[int | None, typer.Option(min=1, help="Compute threads.")] = None,
-    cores: Annotated[str, typer.Option(help="CPUs to compute on: 0,2 or 0-3.")] = "",
+    cores: Annotated[str, typer.Option(help="CPUs that this node runs on: 0,2 or 0-3.")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda:N or metal.")] = "auto",
     gpu_layers: Annotated[int, typer.Option(min=0, help="Layers that go to the GPU.")] = 0,
     repack: Annotated[
@@ -93,6 +94,9 @@ def node(
     ] = Limits().calm_s,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="No TLS; the tracker needs --insecure as well.")
+    ] = False,
+    no_drafts: Annotated[
+        bool, typer.Option("--no-drafts", help="Guess no tokens ahead, however far the links are.")
     ] = False,
     no_retry: Annotated[bool, typer.Option("--no-retry", help="End when the tracker is not there.")] = False,
     log: Annotated[str, typer.Option(help="Form of the log: console or json.")] = "console",
@@ -157,6 +161,7 @@ def node(
         download_limit=_size("download-limit", download_limit),
         max_gap_ms=max_gap,
         rest=Limits(idle_cpu, idle_after) if when == "idle" else None,
+        drafts=not no_drafts,
     )
     if insecure:
         _complain(INSECURE)
@@ -202,6 +207,9 @@ def _found(mesh: str, token: str, folder: Path) -> tuple[str, str]:
 
 async def _run(options: NodeOptions, *, as_json: bool) -> None:
     running = make_node(options)
+    # All threads that start from here on, not the engine's alone: they hand over to each other faster on a
+    # core that is awake, and a node leaves its neighbour's cores alone.
+    pin_thread(options.engine.cores)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, running.interrupt)

@@ -98,8 +98,7 @@ class Step:
 
     Exactly one of `tokens` (a shard that starts at layer 0) and `hidden` (any other) is given.
     `sample` is the number of last rows to sample after (tail only): 0 for prefill chunks that are
-    not the last, 1 for the last chunk and for decode, n for a verifying step, in which row i's
-    sample is compared with row i+1's token by the caller.
+    not the last, 1 for the last chunk and for decode, n for a verifying step.
     """
 
     slot: int
@@ -107,6 +106,9 @@ class Step:
     tokens: Tokens | None = None
     hidden: Hidden | None = None
     sample: int = 0
+    drafts: tuple[int, ...] = ()
+    """The tokens of the rows behind the first sampled one, sample - 1 of them, in a verifying step: no row is
+    sampled behind one whose sample is another token than the next draft, or ends the text."""
 
     @property
     def rows(self) -> int:

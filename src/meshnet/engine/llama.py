@@ -448,9 +448,12 @@ class LlamaEngine:
         sampler = slot.sampler
         assert sampler is not None
         after = step.position + step.rows
-        return tuple(
-            sampler.sample(tail.logits(end - back), after - back + 1) for back in range(step.sample, 0, -1)
-        )
+        sampled: list[Sampled] = []
+        for index, back in enumerate(range(step.sample, 0, -1)):
+            sampled.append(sampler.sample(tail.logits(end - back), after - back + 1))
+            if index < len(step.drafts) and (sampled[-1].end or sampled[-1].token != step.drafts[index]):
+                break
+        return tuple(sampled)
 
     def _take_checkpoints(self, steps: Sequence[Step], slots: Sequence[_Slot]) -> None:
         """Before a step of a few rows, which may be drafts, and where a prompt ends.

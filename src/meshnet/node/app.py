@@ -33,6 +33,7 @@ from meshnet.models.errors import ModelError
 from meshnet.models.remote import RateLimit
 from meshnet.models.serving import weight_routes
 from meshnet.models.store import Store
+from meshnet.node import drafts
 from meshnet.node.batching import Policy
 from meshnet.node.dataplane import DataPlane, DataPlaneServer
 from meshnet.node.directives import Directives
@@ -106,6 +107,8 @@ class NodeOptions:
     max_gap_ms: float = Policy().max_gap_ms
     rest: Limits | None = None
     """When the node leaves the machine to its owner; None: never."""
+    drafts: bool = True
+    """Whether heads here guess tokens ahead where links are far."""
 
 
 class Node:
@@ -140,7 +143,8 @@ class Node:
         limit = RateLimit(options.download_limit) if options.download_limit else None
         self._fetcher = Fetcher(store, limit=limit, mesh_session=self._wallet.member_session)
         self.loader = Loader(self.stages, store, options.engine, self._announce, self._fetcher)
-        self.heads = HeadCalls(self.stages, self._verifier.verify, self.loader.head_model)
+        drafting = drafts.Policy() if options.drafts else drafts.NEVER
+        self.heads = HeadCalls(self.stages, self._verifier.verify, self.loader.head_model, drafting)
         self._plane = DataPlane(
             self.node_id,
             lambda: self._verifier.mesh_id,

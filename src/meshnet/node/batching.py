@@ -71,10 +71,10 @@ class Batch:
 class Costs:
     """Milliseconds of one engine call on a lane: measured by the self-test, moved by what is run.
 
-    `seed`: (sessions in one decode call, ms), rising (see `plausible`). `drift`: live over seed, whatever the
-    size. `shape`: by size, what is left over of that. Both are moving averages; the shape is bounded, for a
-    size that seldom runs must not stay dear because it once ran on a busy machine. `row_ms`: per row of a
-    prefill chunk.
+    `seed`: (rows of one decode call, one per session or some of them drafts; ms), rising (see `plausible`).
+    `drift`: live over seed, whatever the size. `shape`: by size, what is left over of that. Both are moving
+    averages; the shape is bounded, for a size that seldom runs must not stay dear because it once ran on a
+    busy machine. `row_ms`: per row of a prefill chunk.
     """
 
     seed: tuple[tuple[int, float], ...] = ((1, 1.0),)
@@ -91,7 +91,7 @@ class Costs:
         if batch.prefill:
             rows = batch.rows
             return replace(self, row_ms=self.row_ms + ALPHA * (ms / rows - self.row_ms)) if rows else self
-        size = len(batch.items)
+        size = batch.rows
         ratio = ms / max(interpolate(self.seed, size), 1e-6)
         drift = self.drift + ALPHA * (ratio - self.drift)
         old = self.shape.get(size, 1.0)

@@ -19,6 +19,9 @@ import structlog
 
 from meshnet.engine.base import GrammarError, SamplingParams, Tokens
 from meshnet.engine.tokenizer import Tokenizer
+from meshnet.node.batching import MAX_DECODE_ROWS
+from meshnet.node.drafts import MOST_DRAFTS, Lookup, Pace
+from meshnet.node.drafts import Policy as Drafting
 from meshnet.node.events import EventQueue
 from meshnet.node.feeding import Piece, generated_spans, plan, prompt_spans
 from meshnet.node.links import PeerLost
@@ -92,6 +95,12 @@ class _Choice:
     generated: list[int] = field(default_factory=list)
     session: Session | None = None
     pieces: deque[Piece] = field(default_factory=deque)
+    lookup: Lookup | None = None
+    """What may come next, where drafts are possible."""
+    pace: Pace = Pace()  # noqa: RUF009 - frozen
+    fed_at: float = 0.0
+    drafted: int = 0
+    """Drafts that the last step fed had."""
     planned: bool = False
     """What takes its session to all its tokens is queued; tokens that come before only add to it."""
     ended: bool = False
@@ -111,6 +120,7 @@ class Call:
         *,
         call_id: str,
         n_ctx: int,
+        drafting: Drafting = Drafting(),  # noqa: B008 - frozen
     ) -> None:
         self.call_id = call_id
         self.node_id = stages.node_id
@@ -123,6 +133,7 @@ class Call:
         self._n_vocab = tokenizer.n_vocab
         self._stages = stages
         self._meter = meter
+        self._drafting = drafting
         self._inbox: asyncio.Queue[_Ended | _Lost | _Route] = asyncio.Queue(MAX_NOTICES)
         self._fault = ""
         self._parked = False
@@ -262,7 +273,7 @@ class Call:
     async def _open(self, choice: _Choice, *, attach: bool, fork_of: _Choice | None = None) -> Opening:
         stage = self._ticket.stages[0]
         prompt = self._prompt
-        choice.planned = False
+        choice.planned, choice.drafted = False, 0
         message = pb.Open(
             session=session_id(self.call_id, self.epoch, choice.index),
             ticket=self._ticket_text,
@@ -365,11 +376,12 @@ class Call:
         try:
             while choice.pieces and not session.closed and session.pending < session.window:
                 piece = choice.pieces.popleft()
+                choice.drafted, choice.fed_at = len(piece.drafts), time.monotonic()
                 self._stages.flow.feed(
                     session,
                     piece.start,
                     self._tokens(choice, piece),
-                    sample=int(piece.sample),
+                    sample=int(piece.sample) + len(piece.drafts),
                     prefill=piece.prefill,
                     replay=piece.replay,
                 )
@@ -384,9 +396,8 @@ class Call:
         prompt = self._prompt.tokens
         if piece.end <= len(prompt):
             return prompt[piece.start : piece.end]
-        own = np.asarray(
-            choice.generated[max(piece.start - len(prompt), 0) : piece.end - len(prompt)], np.int32
-        )
+        generated = choice.generated[max(piece.start - len(prompt), 0) : piece.end - len(prompt)]
+        own = np.asarray([*generated, *piece.drafts], np.int32)
         return own if piece.start >= len(prompt) else np.concatenate([prompt[piece.start :], own])
 
     # ---------------------------------------------------------------- tokens
@@ -394,7 +405,8 @@ class Call:
     def _take_tokens(
         self, choice: _Choice, tokens: Sequence[pb.Token], times: Sequence[pb.StageTime]
     ) -> None:
-        for token in tokens:
+        came, fed_at, drafted = time.monotonic(), choice.fed_at, choice.drafted
+        for number, token in enumerate(tokens, 1):
             if choice.ended or token.position != len(self._prompt.tokens) + len(choice.generated):
                 continue  # a repeated result
             if not 0 <= token.token < self._n_vocab:
@@ -405,10 +417,11 @@ class Call:
             if self._request.check:
                 self._take_weight(choice, token)
             else:
-                self._take_token(choice, token)
+                self._take_token(choice, token, last=number == len(tokens))
         session = choice.session
         if session is not None and times:  # after the next step was fed, for it does not wait for figures
-            self._sums.add(times, self._ticket.stages)
+            self._sums.add(times, self._ticket.stages, drafted=drafted > 0)
+            self._note_pace(choice, session, times, (came - fed_at) * 1000, 1 + drafted)
             pipeline = self._meter.note(session.lane, times, self._stages.executor.costs)
             if pipeline is not None:
                 self._stages.executor.observe(session.lane, pipeline)
@@ -432,22 +445,51 @@ class Call:
         self._stages.discard(choice.session)
         self._tell(_Ended())
 
-    def _plan_next(self, choice: _Choice) -> None:
+    def _plan_next(self, choice: _Choice, drafts: tuple[int, ...] = ()) -> None:
         """Feeds the newest token, unless what takes the session up to it is still to be planned."""
         if choice.planned and not self._parked:
             known = len(self._prompt.tokens) + len(choice.generated)
-            choice.pieces.append(Piece(known - 1, known, False, False, True))
+            choice.pieces.append(Piece(known - 1, known, False, False, True, drafts))
             self._pump(choice)
 
-    def _take_token(self, choice: _Choice, token: pb.Token) -> None:
+    def _guess(self, choice: _Choice) -> tuple[int, ...]:
+        """Drafts for what follows the newest token, where the links make them pay."""
+        session, pace = choice.session, choice.pace
+        if session is None or not pace.scale or session.shard.info.recurrent:
+            return ()
+        costs = self._stages.executor.costs(session.lane)
+        if costs is None or not self._drafting.far(pace, costs.decode_ms):
+            return ()
+        if choice.lookup is None:
+            choice.lookup = Lookup([*self._prompt.tokens.tolist(), *choice.generated])
+        room = min(MOST_DRAFTS, self._most - len(choice.generated) - 1, MAX_DECODE_ROWS // pace.batch - 1)
+        drafts = choice.lookup.draft(room)
+        return drafts[: self._drafting.length(pace, costs.decode_ms, len(drafts))]
+
+    def _note_pace(
+        self, choice: _Choice, session: Session, times: Sequence[pb.StageTime], wall_ms: float, rows: int
+    ) -> None:
+        """What a step of one token, or of that and its drafts, took on its way round."""
+        costs = self._stages.executor.costs(session.lane)
+        if costs is None or any(line.steps != 1 or line.rows != rows for line in times):
+            return
+        compute = sum(line.compute_ms for line in times)
+        trip = wall_ms - compute - sum(line.queue_ms for line in times)
+        batch = max(1, *(line.batch for line in times))
+        choice.pace = choice.pace.after(trip, compute, batch, costs.decode_ms(times[0].batch * rows))
+
+    def _take_token(self, choice: _Choice, token: pb.Token, *, last: bool) -> None:
+        """One token of a result; the last is fed, the others were fed as drafts where the step had any."""
         if token.end:
             self._end(choice, "grammar" if self._prompt.sampling.grammar else "eos", token.token)
             return
         choice.generated.append(token.token)
         shown = choice.out.push(token.token)
+        if choice.lookup is not None and (hit := choice.lookup.push(token.token)) is not None:
+            choice.pace = choice.pace.guessed(hit)
         ended = shown.stopped or len(choice.generated) >= self._most
-        if not ended:
-            self._plan_next(choice)
+        if not ended and (last or not choice.drafted):
+            self._plan_next(choice, self._guess(choice) if last else ())
         wanted = self._prompt.sampling.logprobs >= 0
         lp = (choice.out.logprob(token),) if wanted else ()
         self.events.put(calls.TokenEvent(choice.index, (token.token,), shown.text, lp))

@@ -56,6 +56,7 @@ class Work:
     tokens: Tokens | None = None
     hidden: Hidden | None = None
     sample: int = 0
+    drafts: tuple[int, ...] = ()
     context: Any = None
     arrived: float = field(default_factory=time.monotonic)
 
@@ -315,12 +316,12 @@ def _rewind(work: Work) -> None:
 
 
 def _step(work: Work) -> Step:
-    return Step(work.slot, work.position, work.tokens, work.hidden, work.sample)
+    return Step(work.slot, work.position, work.tokens, work.hidden, work.sample, work.drafts)
 
 
 def _expected_ms(state: State, batch: Batch) -> float:
     costs = state.costs.get(batch.items[0].lane, Costs())
-    return costs.row_ms * batch.rows if batch.prefill else costs.decode_ms(len(batch.items))
+    return costs.row_ms * batch.rows if batch.prefill else costs.decode_ms(batch.rows)
 
 
 def _succeed(future: asyncio.Future[Any], value: object) -> None:

@@ -14,13 +14,15 @@ from meshnet.node.prefixes import Spans
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Positions start..end-1 in one step. `prefill`: runs alone, at any size. `replay`: not the first time.
-    `sample`: the token after the last row is wanted."""
+    `sample`: the token after the last row is wanted. `drafts`: guesses for the positions from `end` on, which
+    run with it and are checked."""
 
     start: int
     end: int
     prefill: bool
     replay: bool
     sample: bool
+    drafts: tuple[int, ...] = ()
 
 
 def prompt_spans(reused: Spans, start: int, end: int, chunk: int, *, last_alone: bool) -> Spans:

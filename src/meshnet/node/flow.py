@@ -41,6 +41,11 @@ class _Passing:
     replay: bool
     upstream: list[pb.StageTime] = field(default_factory=list)
 
+    @property
+    def drafts(self) -> tuple[int, ...]:
+        """Tokens that were guessed: all behind the first row after which is sampled."""
+        return self.tokens[len(self.tokens) - self.sample + 1 :] if self.sample > 1 else ()
+
 
 class Flow:
     """One per node. `take_result` gets what this node's own calls are waiting for, `fail` ends a session."""
@@ -104,6 +109,7 @@ class Flow:
     ) -> Work:
         session.sequence += 1
         session.accepted = position + rows
+        session.drafted |= bool(passing.drafts)
         return Work(
             engine=session.shard.engine,
             lane=session.lane,
@@ -116,6 +122,7 @@ class Flow:
             tokens=tokens,
             hidden=hidden,
             sample=passing.sample if session.is_tail else 0,
+            drafts=passing.drafts if session.is_tail else (),
             context=passing,
         )
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from meshnet.node.call import Call
+from meshnet.node.drafts import Policy as Drafting
 from meshnet.node.headmodel import HeadModel
 from meshnet.node.pipeline import PipelineMeter
 from meshnet.node.sessions import Refused, Shard, belongs, find_shard, parse_session
@@ -32,10 +33,12 @@ class HeadCalls:
         stages: Stages,
         verify: Callable[[str], Ticket],
         model_of: Callable[[Shard], HeadModel],
+        drafting: Drafting = Drafting(),  # noqa: B008 - frozen
     ) -> None:
         self._stages = stages
         self._verify = verify
         self._model_of = model_of
+        self._drafting = drafting
         self._calls: dict[str, tuple[Call, asyncio.Task[None]]] = {}
         self._meter = PipelineMeter()
         self._parts = itertools.count(1)
@@ -130,7 +133,15 @@ class HeadCalls:
                 503, "this node runs too many calls", type="server_error", code="busy", retry_after=1
             )
         call = Call(
-            request, ticket, prompt, model.tokenizer, self._stages, self._meter, call_id=call_id, n_ctx=n_ctx
+            request,
+            ticket,
+            prompt,
+            model.tokenizer,
+            self._stages,
+            self._meter,
+            call_id=call_id,
+            n_ctx=n_ctx,
+            drafting=self._drafting,
         )
         task = asyncio.create_task(self._run(call), name=f"call {call_id}")
         self._calls[call_id] = (call, task)

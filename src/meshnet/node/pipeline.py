@@ -13,6 +13,11 @@ REPORT_EVERY = 32
 """Results of a lane between two that are looked at, and between two reports."""
 
 
+def plain(line: pb.StageTime) -> bool:
+    """Whether a stage's line is of one decode step of one row."""
+    return line.steps == 1 and line.rows == 1 and line.batch >= 1
+
+
 class PipelineMeter:
     """Per lane of this head, smoothed; `note` says now and then what the executor should know."""
 
@@ -26,7 +31,7 @@ class PipelineMeter:
     ) -> Pipeline | None:
         """`times`: of one decode step, head first."""
         count = self._count[lane] = self._count.get(lane, 0) + 1
-        if len(times) < 2 or count % LOOK_EVERY or any(line.steps != 1 or line.batch < 1 for line in times):
+        if len(times) < 2 or count % LOOK_EVERY or any(not plain(line) for line in times):
             return None
         costs = costs_of(lane)
         if costs is None:

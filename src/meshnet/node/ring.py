@@ -72,12 +72,20 @@ class SentRing:
         return [kept for kept in self._runs.get(session, ()) if kept.position >= first]
 
     def truncate(self, session: int, position: int) -> None:
-        """Forgets what reaches beyond `position`."""
+        """Forgets what reaches beyond `position`: a prefill chunk as a whole, of drafts those behind it."""
         run = self._runs.get(session)
         while run and run[-1].end > position:
             gone = run.pop()
             self.bytes -= gone.hidden.nbytes
             del self._order[session, gone.end]
+            left = position - gone.position
+            if left > 0 and not gone.prefill:
+                kept = Kept(
+                    gone.position, gone.hidden[:left].copy(), min(gone.sample, 1), False, gone.tokens[:left]
+                )
+                run.append(kept)
+                self._order[session, position] = None
+                self.bytes += kept.hidden.nbytes
         if run is not None and not run:
             del self._runs[session]
 

@@ -14,13 +14,14 @@ import numpy as np
 
 from meshnet.engine.base import Engine, EngineInfo, Hidden, SamplingParams, SelfTest, Weight
 from meshnet.node.batching import MAX_DECODE_ROWS, Lane
+from meshnet.node.drafts import MOST_DRAFTS
 from meshnet.node.links import Link
 from meshnet.protocol import dataplane_pb2 as pb
 from meshnet.protocol.tickets import Ticket
 
 CREDITS = 4
 """Steps of one session that may be on their way to a stage or wait there."""
-KEPT_RESULTS = 8
+KEPT_RESULTS = MOST_DRAFTS + 1
 DTYPES: Mapping[str, np.dtype[np.generic]] = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2")}
 MAX_SESSION_CHARS = 256
 
@@ -144,6 +145,8 @@ class Session:
     accepted: int = 0
     """Positions that are computed or queued."""
     computed: int = 0
+    drafted: bool = False
+    """Some steps held drafts, so that not all of `tokens` need be the text's."""
     sequence: int = 0
     window: int = CREDITS
     answered: int = 0

@@ -24,7 +24,7 @@ from meshnet.node.deadlines import open_deadline
 from meshnet.node.flow import CHUNK_ROWS, Flow
 from meshnet.node.health import WorkerState, lane_costs, step_ms
 from meshnet.node.links import Links, PeerLost
-from meshnet.node.prefixes import LEAST_POSITIONS, Idle, Prefixes, Spans
+from meshnet.node.prefixes import LEAST_POSITIONS, Idle, Prefixes, Spans, common_prefix
 from meshnet.node.ring import SentRing, merge
 from meshnet.node.sessions import (
     CREDITS,
@@ -283,7 +283,24 @@ class Stages:
         session.computed = session.accepted = older.computed
         if not session.tokens:
             session.tokens = older.tokens
+            return True
+        if older.drafted:
+            await self._forget_drafts(session, older)
         return True
+
+    async def _forget_drafts(self, session: Session, older: Session) -> None:
+        """Goes back to what the head knows to be the text: an earlier attempt ran guesses behind it."""
+        ran = np.asarray(older.tokens[: older.computed], dtype=np.int32)
+        held = common_prefix(ran, np.asarray(session.tokens, dtype=np.int32))
+        if held == len(ran):
+            return
+        engine, slot = session.shard.engine, session.slot
+        try:
+            reached = await self.executor.call(lambda: engine.rollback(slot, held))
+        except EngineError as error:
+            raise Refused("engine", str(error)) from error
+        session.computed = session.accepted = reached
+        self.flow.ring.truncate(session.number, reached)
 
     async def _fork(self, session: Session, message: pb.Open) -> None:
         """Makes the session a copy of its call's first choice, which rests at the fork's position."""

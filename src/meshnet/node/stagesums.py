@@ -27,8 +27,11 @@ class StageSums:
     def __init__(self) -> None:
         self._sums: dict[tuple[str, int, int], _Sum] = {}
 
-    def add(self, times: Sequence[pb.StageTime], stages: Sequence[calls.RouteStage]) -> None:
-        """Times of one sampled step, head first, as its route's stages reported them."""
+    def add(
+        self, times: Sequence[pb.StageTime], stages: Sequence[calls.RouteStage], *, drafted: bool = False
+    ) -> None:
+        """Times of one sampled step, head first, as its route's stages reported them. `drafted`: its rows
+        behind the first were drafts."""
         if len(times) != len(stages):
             return  # sent again by a stage that kept it: what ran before it was told with its first sending
         for line, stage in zip(times, stages, strict=True):
@@ -37,7 +40,7 @@ class StageSums:
             own.queue_ms += line.queue_ms
             own.link_ms += line.link_ms * line.steps
             own.steps += line.steps
-            if line.rows > 1:
+            if line.rows > 1 and not drafted:
                 own.prefill_tokens += line.rows
                 own.prefill_ms += line.compute_ms
             else:
