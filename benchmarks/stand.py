@@ -68,7 +68,8 @@ class Node:
     layers: str
     cores: str = ""
     threads: int = 1
-    arguments: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ("--no-drafts",)
+    """Without drafts, what is compared is steps, whatever the text; `links.py` shows what drafts bring."""
 
     def options(self) -> list[str]:
         pinned = ["--cores", self.cores] if self.cores else []

@@ -66,6 +66,9 @@ def test_drafts_where_links_make_them_pay() -> None:
     assert policy.length(far, line, 1) == 1
     near = Pace().after(1.0, 20.0, 1, line(1))
     assert not policy.far(near, line)
+    # One slow step is the machine's, not the link's.
+    assert not policy.far(near.after(60.0, 20.0, 1, line(1)), line)
+    assert not policy.far(far.after(1.0, 20.0, 1, line(1)), line)
     assert not NEVER.far(far, line)
     assert math.isinf(NEVER.least_share)
 

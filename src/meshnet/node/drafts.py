@@ -16,6 +16,8 @@ GRAM = 3
 """Tokens that must have stood together before, for what followed them to be a guess."""
 MOST_DRAFTS = 15
 ALPHA = 0.15
+REGROW = 1.05
+"""How fast a trip may seem to have become longer, per step."""
 FIRST_CHANCE = 0.7
 
 
@@ -80,10 +82,11 @@ NEVER = Policy(least_share=math.inf)
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What a stream's steps take, as its results tell; moving averages."""
+    """What a stream's steps take, as its results tell."""
 
     trip_ms: float = 0.0
-    """Of a step, beyond what stages computed and waited."""
+    """Of a step, beyond what stages computed and waited: the least of late, for a busy machine makes a trip
+    look long, and no machine makes it short."""
     scale: float = 0.0
     """Compute of all stages over that of the one whose costs are known."""
     batch: int = 1
@@ -102,7 +105,7 @@ class Pace:
             return replace(self, trip_ms=max(trip_ms, 0.0), scale=scale, batch=batch)
         return replace(
             self,
-            trip_ms=max(self.trip_ms + ALPHA * (trip_ms - self.trip_ms), 0.0),
+            trip_ms=max(min(trip_ms, self.trip_ms * REGROW), 0.0),
             scale=self.scale + ALPHA * (scale - self.scale),
             batch=batch,
         )
