@@ -112,6 +112,27 @@ async def test_tokens_and_pins_that_do_not_hold_are_refused(stand: Stand) -> Non
         )
 
 
+async def test_insecure_takes_both_sides(tmp_path: Path) -> None:
+    server = Server(
+        TrackerSettings(mdns=False, host=ANYWHERE, insecure=True, port=0, grpc_port=0, data=tmp_path / "t")
+    )
+    started = await server.start()
+    url = f"http://127.0.0.1:{started.http_port}"
+    try:
+        info = await asyncio.to_thread(read_join_info, url)
+        assert (info.tls, info.ca) == (False, "")
+        keeper = Keeper(tmp_path / "n")
+        plain = Wallet(keeper, "http://10.0.0.1:8080", insecure=True)
+        await plain.ensure(url, info)
+        assert plain.server_credentials() is None
+        assert plain.server_context() is None
+        assert not keeper.identity.certificate
+        with pytest.raises(JoinFailed, match="start this node with --insecure"):
+            await Wallet(keeper, "http://10.0.0.1:8080", token="mj-x").ensure(url, info)
+    finally:
+        await server.stop()
+
+
 async def test_all_trackers_of_a_mesh_are_one_authority() -> None:
     one, two = (Authority(b"the mesh" * 4, "m", 60.0) for _ in range(2))
     assert one.ca == two.ca

@@ -78,6 +78,7 @@ class Lan:
         self.nodes[name] = Process(
             [
                 *("node", link, "--model", "smollm2", "--layers", layers, "--name", name),
+                *("--ctx", "512", "--slots", "4"),
                 *("--data", str(self.folder / name), "--json", *arguments),
             ],
             self.folder / f"{name}.log",
