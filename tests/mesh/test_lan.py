@@ -30,7 +30,7 @@ print(r.urlopen(r.Request(base + path, body, headers), timeout=20).read().decode
 """
 
 
-def python(host: Host, *arguments: str) -> subprocess.Popen[str]:
+def python(host: Host, *arguments: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*host.prefix, sys.executable, *arguments],
         stdin=subprocess.DEVNULL,
@@ -38,7 +38,7 @@ def python(host: Host, *arguments: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         cwd=TESTS,
-        env={**os.environ, "MESHNET_PARENT_PID": str(os.getpid())},
+        env={**os.environ, "MESHNET_PARENT_PID": str(os.getpid()), **environment},
     )
 
 
@@ -244,6 +244,13 @@ def test_a_firewall_is_said_by_name_with_a_remedy(lan: Lan) -> None:
     assert not lan.node("walled")["ready"]
     shown = json.dumps(lan.api("/api/console"))
     assert f"node two cannot reach walled at {at}" in shown
+    doctor = ["-m", "meshnet", "doctor", "--json", "--tracker", lan.root]
+    examined, _ = python(lan.control, *doctor, MESHNET_API_KEY=lan.info["admin_key"]).communicate(timeout=60)
+    findings = [json.loads(line) for line in examined.splitlines()]
+    (closed,) = [f for f in findings if f["detail"].startswith(f"the tracker cannot reach walled at {at}: ")]
+    assert "sudo ufw allow 7101/tcp" in closed["remedy"]
+    (tls,) = [f for f in findings if f["check"] == "tls"]
+    assert (tls["state"], lan.link.split("ca=")[1] in tls["detail"]) == ("ok", True)
     lan.first.run("ip", "rule", "del", "ipproto", "tcp", "sport", "7100-7101", "blackhole")
     lan.until(lambda: bool(lan.node("walled")["ready"]))
     lan.until(lambda: "the tracker cannot reach" not in problems())
