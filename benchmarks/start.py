@@ -32,13 +32,13 @@ def main() -> None:
     options = parser(__doc__)
     options.set_defaults(repeats=3)
     chosen = options.parse_args()
+    table = Table("Start, seconds to ready", ["", "seconds"])
     found: dict[str, list[float]] = {}
     for _ in range(chosen.repeats):
         for what, layers in (("node, whole model", "0-29"), ("node, layers 0-14", "0-14"), ("demo", "")):
             with tempfile.TemporaryDirectory() as name:
                 seconds = node_seconds(Path(name), layers) if layers else demo_seconds(Path(name))
             found.setdefault(what, []).append(seconds)
-    table = Table("Start, seconds to ready", ["", "seconds"])
     for what, values in found.items():
         table.add(what, Spread.of(values).text(1))
     table.publish("start", keep=chosen.keep)
