@@ -18,6 +18,8 @@ from support.quad import Quad, ask
 LAYERS = {"a": "0-14", "b1": "15-29", "b2": "15-29"}
 AT = 250
 """Pieces of text after which the tail is killed: nearly all that is rebuilt was generated."""
+ENDLESS = {"0": -100, "2": -100}
+"""No end of text and no end of the turn."""
 WORDS = "The keeper of the lighthouse counted the ships that passed by. "
 
 
@@ -34,7 +36,9 @@ def main() -> None:
                     quad.break_("b1", "kill")
 
             prompt = f"Number {number}: count to one thousand in words, without a pause."
-            heard = ask(mesh, prompt, max_tokens=AT + 20, nodes=("a", "b1"), on_piece=strike)
+            heard = ask(
+                mesh, prompt, max_tokens=AT + 20, nodes=("a", "b1"), on_piece=strike, logit_bias=ENDLESS
+            )
             call = quad.call(heard.call_id)
             if heard.error is not None or not call["reroutes"]:
                 raise RuntimeError(f"no tail was lost: {heard.error}, {len(heard.times)} pieces")
