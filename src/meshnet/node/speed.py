@@ -14,8 +14,8 @@ import numpy as np
 
 from meshnet.engine.shards import pin_thread
 
-BUFFER_BYTES = 128 << 20
-MEASURE_S = 0.15
+BUFFER_BYTES = 64 << 20
+MEASURE_S = 0.1
 
 
 def read_bytes_per_s(

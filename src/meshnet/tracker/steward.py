@@ -25,7 +25,7 @@ from meshnet.tracker.wishes import Wish, Wishes
 
 LOOK_S = 5.0
 """How often it looks when nothing has happened."""
-SETTLE_S = 0.2
+SETTLE_S = 0.1
 """What comes together is looked at together: machines are often started at the same time."""
 GRACE_S = 5.0
 """A node that was lost is waited for so long before others take its layers: it comes back with them."""
