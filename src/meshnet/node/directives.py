@@ -69,6 +69,10 @@ class Directives:
             except (LoadError, ModelError, EngineError) as error:
                 log.warning("directive failed", kind=directive.WhichOneof("kind"), reason=str(error))
                 self._done(directive, str(error))
+            except Exception as error:
+                # One bad directive must not end the node.
+                log.exception("directive failed", kind=directive.WhichOneof("kind"))
+                self._done(directive, f"{type(error).__name__}: {error}")
             else:
                 if directive.WhichOneof("kind") != "load":  # that one answers when it is loaded
                     self._done(directive, "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +41,7 @@ class WeightSources:
 
     bases: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
-    weights_pass: str = ""
+    weights_pass: str = field(default="", repr=False)
 
     @property
     def headers(self) -> dict[str, str]:

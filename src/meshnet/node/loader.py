@@ -346,8 +346,11 @@ class Loader:
                 continue
             inside = frozenset(cut for cut in cuts if holding.first < cut <= holding.last)
             holding.wanted = holding.cuts | inside
-            if holding.wanted != holding.cuts and holding.shard is not None:
-                async with self._lock:
+            if holding.wanted == holding.cuts:
+                continue
+            async with self._lock:
+                # What was being loaded is loaded by now; what is still on its way will load with these.
+                if holding.shard is not None and holding.wanted != holding.cuts:
                     await self._reload(holding)
 
     async def _reload(self, holding: Holding) -> None:
@@ -371,7 +374,7 @@ class Loader:
                 self._changed()
             shard, model = await self._make(holding, self._memory_left())
         except (EngineError, ModelError, OSError) as error:
-            if not beside:
+            if holding.shard is None:  # else the old one goes on
                 holding.state, holding.error = "failed", str(error)
             holding.cuts = frozenset(old.info.entry_layers[1:])
             self._changed()

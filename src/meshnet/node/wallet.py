@@ -100,10 +100,14 @@ class Wallet:
             raise JoinFailed(f"there is no join token; {INVITE}")
         for by, secret in ways:
             try:
-                return await asyncio.to_thread(self._enrol, tracker, info, by, secret)
+                answer = await asyncio.to_thread(self._enrol, tracker, info, by, secret)
             except JoinFailed:
                 if (by, secret) == ways[-1]:
                     raise
+            else:
+                # Here, where all else is kept: two that write at once would undo each other.
+                self._keep(answer)
+                return
 
     def _due(self, papers: Papers) -> bool:
         from meshnet.protocol.certificates import load_certificate, renewal_due
@@ -119,7 +123,7 @@ class Wallet:
                 continue
             try:
                 await self.ensure(*found)
-            except (JoinFailed, TrackerGone) as error:
+            except (JoinFailed, TrackerGone, OSError) as error:
                 log.warning("certificate not renewed", reason=str(error))
 
     def _pause(self) -> float:
@@ -131,7 +135,7 @@ class Wallet:
         left = load_certificate(self._papers.certificate).not_valid_after_utc.timestamp() - time.time()
         return min(LOOK_S, max(SHORTEST_LOOK_S, left / 8))
 
-    def _enrol(self, tracker: str, info: JoinInfo, by: By, secret: str) -> None:
+    def _enrol(self, tracker: str, info: JoinInfo, by: By, secret: str) -> EnrolAnswer:
         """Blocks. Raises JoinFailed and TrackerGone."""
         from meshnet.protocol.certificates import check_issued, fingerprint, make_request
 
@@ -163,10 +167,13 @@ class Wallet:
             raise JoinFailed(f"the tracker at {tracker} gave a certificate that is none: {error}") from error
         if self._pin and found != self._pin:
             raise JoinFailed(self._wrong_pin(found))
+        log.info("certificate received", authority=found[:16])
+        return answer
+
+    def _keep(self, answer: EnrolAnswer) -> None:
         kept = msgspec.structs.replace(self._keeper.identity, certificate=answer.certificate, ca=answer.ca)
         self._keeper.keep(kept)
         self._read()
-        log.info("certificate received", authority=found[:16])
 
     def _wrong_pin(self, found: str) -> str:
         return (

@@ -42,7 +42,7 @@ def own_address(tracker: str) -> str | None:
 
 
 class Whereabouts:
-    """`moved(why, address)` is called when the machine woke or has another address."""
+    """`moved(why)` is called when the machine woke or has another address."""
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -249,7 +250,8 @@ class _Stream:
         self._context = context
         self._identity = identity
         self._outbox: asyncio.Queue[pb.TrackerMessage | None] = asyncio.Queue(OUTBOX)
-        self._directives = count(1)
+        # A node that came back answers here what it was told on an earlier stream, too.
+        self._directives = count(secrets.randbits(48))
         self._trackers: list[str] = []
         self._closed = False
         self.jobs: dict[int, int] = {}
