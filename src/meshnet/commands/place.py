@@ -28,6 +28,12 @@ def place(
     as_json: Annotated[bool, typer.Option("--json", help="Print as one line of JSON.")] = False,
 ) -> None:
     """Show which node should hold which layers; nothing is moved without --apply."""
+    if apply and (objective is not Objective.throughput or holders != 1):
+        sys.stderr.write(
+            "meshnet place: --apply goes by the tracker's own rule (throughput first, replicas last); "
+            "leave out --objective and --holders\n"
+        )
+        raise typer.Exit(2)
     form: dict[str, Any] = {"objective": objective.value, "holders": holders}
     form |= {"model": model} if model else {}
     try:

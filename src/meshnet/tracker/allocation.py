@@ -14,6 +14,7 @@ Nodes that were started with layers of their own are never moved.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -44,14 +45,14 @@ HELD = ("ready", "loading")
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A model that the mesh is to serve: its description, when it was asked for (0: nobody did, nodes brought
-    it) and last used, both in seconds of one clock."""
+    """A model that the mesh is to serve: its description, when it was asked for (-inf: nobody did, nodes
+    brought it) and last used (-inf: never), both in seconds of one clock."""
 
     model_id: str
     fingerprint: str
     file: ModelFile
-    asked_at: float = 0.0
-    used_at: float = 0.0
+    asked_at: float = -math.inf
+    used_at: float = -math.inf
 
 
 @dataclass(frozen=True, slots=True)

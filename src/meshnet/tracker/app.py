@@ -112,7 +112,8 @@ class Shell:
         """Pages are shown where to go; what may hold a key is told that it should not have come this way."""
         host = header(scope, b"host") or ""
         if scope["method"] in ("GET", "HEAD") and (scope["path"] == "/" or _is_page(scope["path"])):
-            place = (b"location", f"https://{host}{scope['path']}".encode("latin-1"))
+            # As it came: decoded, a path may hold what no header may.
+            place = (b"location", f"https://{host}".encode("latin-1") + scope["raw_path"])
             await send({"type": "http.response.start", "status": 308, "headers": [place, *SECURITY, *cors]})
             await send({"type": "http.response.body", "body": b""})
             return

@@ -51,26 +51,28 @@ class Beacon:
         if not addresses:
             return
         title = f"{self._told['name']}-{self._told['mesh'][:8]}-{self._told['tracker'][:8]}"
-        info = ServiceInfo(
-            SERVICE,
-            f"{title}.{SERVICE}",
-            port=self._port,
-            properties=self._told,
-            server=f"{title}.local.",
-            parsed_addresses=addresses,
-        )
         try:
+            info = ServiceInfo(
+                SERVICE,
+                f"{title}.{SERVICE}",
+                port=self._port,
+                properties=self._told,
+                server=f"{title}.local.",
+                parsed_addresses=addresses,
+            )
             zeroconf = AsyncZeroconf(interfaces=addresses, ip_version=IPVersion.V4Only)
             self._zeroconf = zeroconf
             await (await zeroconf.async_register_service(info, allow_name_change=True))
         except Exception as error:
-            # Whatever multicast makes of this network: everything else works without.
+            # Whatever multicast makes of this network, or of a long name: everything else works without.
             log.info("no beacon on the local network", reason=str(error) or type(error).__name__)
 
     async def stop(self) -> None:
         from zeroconf.asyncio import AsyncZeroconf
 
         if isinstance(self._zeroconf, AsyncZeroconf):
-            with contextlib.suppress(OSError):
+            # What it could not start it cannot end either; the tracker ends all the same.
+            with contextlib.suppress(Exception):
                 await self._zeroconf.async_unregister_all_services()
+            with contextlib.suppress(Exception):
                 await self._zeroconf.async_close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
@@ -14,6 +15,7 @@ import structlog
 from meshnet.models.errors import ModelError
 from meshnet.protocol.errors import ApiError
 from meshnet.tracker.allocation import Asked, Decision, Load, Unload, decide
+from meshnet.tracker.books.records import BooksError
 from meshnet.tracker.catalogue import borders
 from meshnet.tracker.library import Library
 from meshnet.tracker.members import Node
@@ -142,7 +144,7 @@ class Steward:
             self._evicted.pop(wish.model_id, None)
             self._failed = {key: value for key, value in self._failed.items() if key[1] != wish.model_id}
             await self._wishes.load(wish)
-        except (ModelError, ApiError, OSError, ValueError) as error:
+        except (ModelError, ApiError, BooksError, OSError, ValueError) as error:
             taking.error = error.message if isinstance(error, ApiError) else str(error)
             self._say("model not loaded", f"model {what} cannot be loaded: {taking.error}", "warning")
             return
@@ -194,7 +196,7 @@ class Steward:
                 continue
             try:
                 await self._library.restore(wish.source, wish.fingerprint, wish.files)
-            except ModelError as error:
+            except (ModelError, OSError, ValueError) as error:
                 log.warning("a model is not known any more", model=wish.model_id, reason=str(error))
         self._wake.set()
 
@@ -234,6 +236,7 @@ class Steward:
         if seen == self._looked[0] and not self._again and now - self._looked[1] < LOOK_S:
             return
         self._looked = (seen, now)
+        again = frozenset(self._again)
         # Of many nodes it takes a while, in which calls go on.
         decision = await asyncio.to_thread(
             decide,
@@ -244,9 +247,9 @@ class Steward:
             off=self._wishes.kept.off,
             pending=pending,
             failed=set(self._failed),
-            again=frozenset(self._again),
+            again=again,
         )
-        self._again.clear()
+        self._again -= again
         self._decision = replace(decision, why={**self._decision.why, **decision.why})
         self._tell(decision)
         for unload in decision.unloads:
@@ -304,8 +307,9 @@ class Steward:
                     log.info("a model's description is not known yet", model=model_id, reason=str(error))
             if file is not None:
                 wish = kept.models.get(model_id)
-                asked = 0.0 if wish is None else clock - (now_ms - wish.asked_ms) / 1000
-                used = self._shelf.used_at.get(model_id, 0.0)
+                # Below 0 where that was before the clock began: when this machine was started.
+                asked = -math.inf if wish is None else clock - (now_ms - wish.asked_ms) / 1000
+                used = self._shelf.used_at.get(model_id, -math.inf)
                 found.append(Asked(model_id, fingerprint, file, asked, used))
         return found
 
