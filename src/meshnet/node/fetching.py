@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     # Most nodes never fetch anything, and aiohttp takes 17 MB: it is imported where it is used.
     import aiohttp
 
+HUB = "https://huggingface.co"
 CONNECT_S = 5.0
 ANSWER_S = 30.0
 MAX_SPANS_BYTES = 4 << 20
@@ -171,7 +172,7 @@ class Fetcher:
                 found.append(Origin(base, HttpSource(mesh, urls, sources.headers), spans))
         if len(sources.files) == count:
             hub = await stack.enter_async_context(aiohttp.ClientSession())
-            found.append(Origin(sources.files[0], HttpSource(hub, sources.files, hub_headers())))
+            found.append(Origin(sources.files[0], HttpSource(hub, sources.files, hub_headers(sources.files))))
         return found
 
 
@@ -181,10 +182,12 @@ def _open_session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession()
 
 
-def hub_headers() -> dict[str, str]:
-    """The hub's token, where the user has one."""
+def hub_headers(files: Sequence[str]) -> dict[str, str]:
+    """The hub's token, where the user has one: for the user's hub alone, whatever a directive names."""
     token = os.environ.get("HF_TOKEN", "")
-    return {"authorization": f"Bearer {token}"} if token else {}
+    hub = (os.environ.get("HF_ENDPOINT") or HUB).rstrip("/")
+    own = all(file.startswith(f"{hub}/") for file in files)
+    return {"authorization": f"Bearer {token}"} if token and own else {}
 
 
 async def _get(
