@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import ctypes as c
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,8 @@ _FIRST_PIECE = 64
 class Tokenizer:
     """One model's vocabulary. Immutable, and may be used from several threads at once.
 
-    Holds the vocabulary alone, no weights; a shard's file will do as long as it is a head's or a tail's.
+    Holds the vocabulary alone, no weights; a shard's file will do as long as it is a head's or a tail's. It is
+    freed once nobody has the tokenizer any more.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -33,6 +35,8 @@ class Tokenizer:
         self._model: int | None = self._api.llama_model_load_from_file(str(path).encode(), params)
         if not self._model:
             raise EngineError(f"{Path(path).name}: its vocabulary cannot be read: {last_messages()}")
+        self._free = weakref.finalize(self, self._api.llama_model_free, self._model)
+        self._free.atexit = False
         self.vocabulary: int = self._api.llama_model_get_vocab(self._model)
         """Address of llama.cpp's vocabulary."""
         self.n_vocab: int = self._api.llama_vocab_n_tokens(self.vocabulary)
@@ -114,9 +118,8 @@ class Tokenizer:
 
     def close(self) -> None:
         """Free the vocabulary; the tokenizer cannot be used afterwards."""
-        if self._model:
-            self._api.llama_model_free(self._model)
-            self._model = None
+        self._free()
+        self._model = None
 
 
 class StreamDecoder:

@@ -414,10 +414,9 @@ class Loader:
             await asyncio.sleep(DRAIN_POLL_S)
         self._stages.shards.remove(shard)
         self._stages.drop_prefixes(shard)
-        model = self._models.pop(shard.number, None)
+        # Calls that went on to another shard, and prompts on their way, may still read by its vocabulary.
+        self._models.pop(shard.number, None)
         await self._stages.executor.call(shard.engine.unload)
-        if model is not None:
-            model.close()
         await in_thread(give_back_memory)
 
     # ---------------------------------------------------------------- what others may read
