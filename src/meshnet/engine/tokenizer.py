@@ -23,8 +23,8 @@ _FIRST_PIECE = 64
 class Tokenizer:
     """One model's vocabulary. Immutable, and may be used from several threads at once.
 
-    Holds the vocabulary alone, no weights; a shard's file will do as long as it is a head's or a tail's. It is
-    freed once nobody has the tokenizer any more.
+    Holds the vocabulary alone, no weights; a shard's file will do as long as it is a head's or a tail's.
+    It is freed once nobody has the tokenizer any more.
     """
 
     def __init__(self, path: str | Path) -> None:
