@@ -68,9 +68,9 @@ class Whereabouts:
         last = self._clock()
         while True:
             await asyncio.sleep(LOOK_S)
-            now = self._clock()
-            late, last = now - last - LOOK_S, now
+            late = self._clock() - last - LOOK_S
             found = await asyncio.to_thread(self._look, self._tracker)
+            last = self._clock()  # after the look: a slow answer of a name server is no sleep
             why = what_happened(late, self._address, found)
             self._address = found or self._address
             if why:
