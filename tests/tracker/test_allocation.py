@@ -9,7 +9,7 @@ from support.smollm2 import smollm2_path
 
 from meshnet.models.gguf import ModelFile
 from meshnet.tracker.allocation import Asked, Decision, Load, decide
-from meshnet.tracker.members import Hardware, Node, Shard, Times
+from meshnet.tracker.members import Hardware, Node, ProbeWork, Shard, Times
 from meshnet.tracker.weighing import memory_of, shard_bytes
 
 LAST = 29
@@ -191,3 +191,17 @@ def test_memory_is_what_is_free_and_held_within_the_limit() -> None:
     assert memory_of(node("a", memory=1000)) == 1000
     assert memory_of(node("a", shard(0, 1, memory=300), memory=1000, memory_free_bytes=200)) == 500
     assert memory_of(node("a", memory=1000, reserved_bytes=64)) == 936
+
+
+def test_a_node_that_probes_do_not_reach_holds_nothing_for_the_mesh(file: ModelFile) -> None:
+    behind = node("behind", replace(shard(0, LAST), probed=False), probe=ProbeWork(failures=2, error="away"))
+    once = replace(behind, probe=ProbeWork(failures=1, error="away"))
+
+    def told(first: Node) -> set[int]:
+        found = decide([first, node("open"), node("other")], models(file, "m"), {}, NOW)
+        assert "behind" not in {load.node_id for load in found.loads}
+        return {layer for load in found.loads for layer in range(load.first, load.last + 1)}
+
+    everything = set(range(LAST + 1))
+    assert told(once) < everything
+    assert told(behind) == everything

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from support.random_gguf import write_random_model
@@ -98,6 +99,12 @@ def said(tracker: Running, text: str) -> bool:
     return any(text in str(event) for event in events)
 
 
+def looks(tracker: Running) -> float:
+    """When the steward last decided."""
+    assert tracker.server.tracker is not None
+    return tracker.server.tracker.steward._looked[1]
+
+
 async def test_what_cannot_be_loaded_or_named_is_said(model: Path, tracker: Running) -> None:
     node = await tracker.node(name="own", model="toy", aliases=("t",))
     assert (await send(tracker, "POST", "/api/models", {"model": " "}))[0] == 400
@@ -117,6 +124,18 @@ async def test_what_cannot_be_loaded_or_named_is_said(model: Path, tracker: Runn
     assert answer.status == 200
     assert (await answer.json())["model"] == "toy"
     # A model of nodes that were started with layers of their own stays where it is.
+    looked = looks(tracker)
     assert await send(tracker, "DELETE", "/api/models/x") == (200, {"id": "toy", "held_by": ["own"]})
+    await tracker.until(lambda: looks(tracker) > looked)
     assert node.directives == []
     assert (await tracker.chat(model="toy")).status == 200
+
+
+async def test_what_could_not_be_read_is_forgotten_by_its_whole_name(tracker: Running) -> None:
+    assert (await send(tracker, "POST", "/api/models", {"model": "hf:nobody/nothing/none.txt"}))[0] == 202
+    await tracker.until(lambda: said(tracker, "hf:nobody/nothing/none.txt cannot be loaded"))
+    assert "hf:nobody/nothing/none.txt" in await state(tracker)
+    gone = quote("hf:nobody/nothing/none.txt", safe="")
+    assert (await send(tracker, "DELETE", f"/api/models/{gone}"))[0] == 200
+    assert "hf:nobody/nothing/none.txt" not in await state(tracker)
+    assert (await send(tracker, "DELETE", f"/api/models/{gone}"))[0] == 404

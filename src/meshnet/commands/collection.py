@@ -55,7 +55,7 @@ def load(
             if found["state"] == "ready":
                 sys.stdout.write(f"{found['id']}: ready\n")
                 return
-            if found["state"] in ("failed", "waiting"):
+            if found["state"] in ("failed", "waiting", "evicted", "off"):
                 sys.stderr.write(f"meshnet model: {found['reason']}\n")
                 raise typer.Exit(1)
             time.sleep(POLL_S)

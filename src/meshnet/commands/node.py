@@ -113,6 +113,9 @@ def node(
             _complain(str(error))
             raise typer.Exit(2) from error
         tracker, join_token, pin = tracker or invitation.tracker, invitation.token, invitation.ca
+    if mesh and tracker:
+        _complain("--mesh chooses among the meshes of this network: leave it out beside a link or --tracker")
+        raise typer.Exit(2)
     if model and not layers:
         _complain("--layers is missing: say which layers of the model to hold, as in --layers 0-14")
         raise typer.Exit(2)

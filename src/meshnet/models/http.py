@@ -22,11 +22,18 @@ class HttpSource:
     """Files behind HTTP addresses, read with Range requests.
 
     `urls` has one address per file of the model. The session is the caller's, with its TLS and tokens.
+    `redirects`: whether to go where a server sends on to, with the same headers; hubs do so.
     """
 
     def __init__(
-        self, session: aiohttp.ClientSession, urls: Sequence[str], headers: Mapping[str, str] | None = None
+        self,
+        session: aiohttp.ClientSession,
+        urls: Sequence[str],
+        headers: Mapping[str, str] | None = None,
+        *,
+        redirects: bool = True,
     ) -> None:
+        self._redirects = redirects
         self._session = session
         self._urls = list(urls)
         self._headers = {**(headers or {}), "Accept-Encoding": "identity"}
@@ -38,7 +45,9 @@ class HttpSource:
         headers = {**self._headers, "Range": f"bytes={offset}-{offset + length - 1}"}
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S)
         try:
-            async with self._session.get(url, headers=headers, timeout=timeout) as response:
+            async with self._session.get(
+                url, headers=headers, timeout=timeout, allow_redirects=self._redirects
+            ) as response:
                 _check_answer(shown, response, offset, length)
                 async for chunk in response.content.iter_chunked(CHUNK):
                     yield chunk

@@ -169,7 +169,7 @@ class Fetcher:
                 continue
             if spans:
                 urls = [f"{where}/files/{index}" for index in range(count)]
-                found.append(Origin(base, HttpSource(mesh, urls, sources.headers), spans))
+                found.append(Origin(base, HttpSource(mesh, urls, sources.headers, redirects=False), spans))
         if len(sources.files) == count:
             hub = await stack.enter_async_context(aiohttp.ClientSession())
             found.append(Origin(sources.files[0], HttpSource(hub, sources.files, hub_headers(sources.files))))
@@ -196,7 +196,7 @@ async def _get(
     import aiohttp
 
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=ANSWER_S)
-    async with session.get(url, headers=sources.headers, timeout=timeout) as answer:
+    async with session.get(url, headers=sources.headers, timeout=timeout, allow_redirects=False) as answer:
         if answer.status != 200:
             raise FetchFailed(f"{url}: answered {answer.status} {answer.reason or ''}".rstrip())
         chunks = answer.content.iter_chunked(1 << 20)

@@ -41,6 +41,8 @@ from meshnet.tracker.weighing import (
 
 LayerRange = tuple[int, int]
 HELD = ("ready", "loading")
+PROBES_MISSED = 2
+"""A node that left so many probes in a row unanswered holds nothing that calls could reach."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,7 @@ class _Decider:
                 [pending[node.node_id]] if node.node_id in pending else [],
             )
             for node in sorted(nodes, key=lambda node: node.node_id)
-            if node.routable(now)
+            if node.routable(now) and node.probe.failures < PROBES_MISSED
         }
         self.busy = frozenset(pending)
         self.loads: list[Load] = []

@@ -26,9 +26,9 @@ class Collection:
         return [
             Route("/api/models", self.load, methods=["POST"]),
             Route("/api/models/default", self.set_default, methods=["PUT"]),
-            Route("/api/models/aliases/{alias}", self.set_alias, methods=["PUT"]),
-            Route("/api/models/aliases/{alias}", self.drop_alias, methods=["DELETE"]),
-            Route("/api/models/{model}", self.unload, methods=["DELETE"]),
+            Route("/api/models/aliases/{alias:path}", self.set_alias, methods=["PUT"]),
+            Route("/api/models/aliases/{alias:path}", self.drop_alias, methods=["DELETE"]),
+            Route("/api/models/{model:path}", self.unload, methods=["DELETE"]),
             Route("/api/placement", self.placement, methods=["GET"]),
             Route("/api/placement", self.place_again, methods=["POST"]),
         ]
@@ -49,11 +49,13 @@ class Collection:
 
     async def unload(self, request: Request) -> Response:
         require_admin(key_of(request))
-        name = request.path_params["model"]
+        name = str(request.path_params["model"])
         kept = self.t.wishes.kept
         known = self.t.shelf.find(name)
         model_id = known.model_id if known is not None else kept.aliases.get(name.lower(), name.lower())
         if known is None and model_id not in kept.models:
+            if self.t.steward.forget(name):
+                return answer({"id": name, "held_by": []})
             raise ApiError(
                 404, f"The model '{name[:100]}' is not in the mesh.", code="model_not_found", param="model"
             )

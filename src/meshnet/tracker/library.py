@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from urllib.parse import quote
 
@@ -35,8 +36,10 @@ from meshnet.protocol.tickets import TicketError
 HUB = "https://huggingface.co"
 MAX_MANIFESTS = 64
 ATTEMPTS = 6
+LEARN_FROM = 3
+"""Nodes that are asked for a description, one after the other."""
 CONNECT_S = 5.0
-ANSWER_S = 30.0
+ANSWER_S = 15.0
 _SHA256 = re.compile(r"^[0-9a-f]{64}$")
 
 log = structlog.get_logger("meshnet.library")
@@ -165,16 +168,21 @@ class Library:
 
     async def learn(self, fingerprint: str, bases: Iterable[str]) -> ModelFile:
         """The description of a model that nodes hold, from one of them. Raises ModelError."""
+        if not _SHA256.match(fingerprint):
+            raise FetchFailed(f"{fingerprint[:80]!r} is no fingerprint: 64 digits of a sha256")
         known = self.model(fingerprint) or self._read(fingerprint)
         problem: Exception = FetchFailed("no node that holds it can be asked")
         if known is None:
             headers = {PASS_HEADER: self.pass_for("tracker", fingerprint)}
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=ANSWER_S)
+            timeout = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=CONNECT_S)
             async with self._mesh_session() as session:
-                for base in bases:
+                for base in islice(bases, LEARN_FROM):
                     try:
                         async with session.get(
-                            f"{base}{PATH}/{fingerprint}", headers=headers, timeout=timeout
+                            f"{base}{PATH}/{fingerprint}",
+                            headers=headers,
+                            timeout=timeout,
+                            allow_redirects=False,
                         ) as answer:
                             if answer.status != 200:
                                 raise FetchFailed(f"{base} answered {answer.status}")

@@ -39,6 +39,8 @@ ANSWER_S = 300.0
 """A node that neither answers nor announces what it was told to load for so long is told again."""
 MAX_SOURCES = 8
 MAX_LED = 256
+MAX_TAKEN = 8
+"""Models that are read at the same time."""
 
 log = structlog.get_logger("meshnet.steward")
 
@@ -64,6 +66,7 @@ class _Taking:
     total: int = 0
     error: str = ""
     model_id: str = ""
+    task: asyncio.Task[Any] | None = None
 
 
 class Steward:
@@ -113,10 +116,11 @@ class Steward:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _spawn(self, work: Any, name: str) -> None:
+    def _spawn(self, work: Any, name: str) -> asyncio.Task[Any]:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     # ------------------------------------------------------------ what people ask for
 
@@ -128,9 +132,26 @@ class Steward:
         if taking is None or taking.error:
             for old in [key for key, each in self._taking.items() if each.error][:-MAX_LED]:
                 del self._taking[old]
-            self._taking[name] = _Taking()
-            self._spawn(self._take(name), "take")
+            if sum(not each.error for each in self._taking.values()) >= MAX_TAKEN:
+                raise ApiError(
+                    429,
+                    f"{MAX_TAKEN} models are being read; wait for one or unload it",
+                    code="busy",
+                    retry_after=5,
+                )
+            self._decision = replace(
+                self._decision, waiting={k: v for k, v in self._decision.waiting.items() if k != name}
+            )
+            taking = self._taking[name] = _Taking()
+            taking.task = self._spawn(self._take(name), "take")
         return name
+
+    def forget(self, what: str) -> bool:
+        """Ends the reading of a model, or forgets that it failed; False where there is neither."""
+        taking = self._taking.pop(what, None)
+        if taking is not None and taking.task is not None:
+            taking.task.cancel()
+        return taking is not None
 
     async def _take(self, what: str) -> None:
         taking = self._taking[what]
@@ -178,7 +199,7 @@ class Steward:
 
     async def unload(self, model_id: str) -> None:
         """Has a model let go of by all nodes that are moved. Raises ApiError."""
-        self._taking.pop(model_id, None)
+        self.forget(model_id)
         self._evicted.pop(model_id, None)
         await self._wishes.unload(model_id)
         self._say("model let go", f"model {model_id} is not to be served any more")
@@ -252,8 +273,10 @@ class Steward:
         self._again -= again
         self._decision = replace(decision, why={**self._decision.why, **decision.why})
         self._tell(decision)
-        for unload in decision.unloads:
-            self._send_unload(unload)
+        # What a node lets go of may still look held: nothing else goes until that is done.
+        if not any(job.unload is not None for job in self._jobs.values()):
+            for unload in decision.unloads:
+                self._send_unload(unload)
         for load in decision.loads:
             self._send_load(load)
         self._changed()
@@ -299,11 +322,13 @@ class Steward:
         found = []
         for model_id, fingerprint in wanted.items():
             file = self._library.model(fingerprint)
+            if len(self._unknown) > MAX_LED:
+                self._unknown.clear()
             if file is None and self._unknown.get(fingerprint, 0.0) <= clock:
                 try:
                     file = await self._library.learn(fingerprint, self._bases(fingerprint, ""))
                 except ModelError as error:
-                    self._unknown[fingerprint] = clock + LOOK_S
+                    self._unknown[fingerprint] = clock + RETRY_S
                     log.info("a model's description is not known yet", model=model_id, reason=str(error))
             if file is not None:
                 wish = kept.models.get(model_id)
