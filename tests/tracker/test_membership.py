@@ -11,6 +11,7 @@ from tracker.conftest import Running, Start
 from tracker.wire_node import WireNode
 
 from meshnet.protocol import membership_pb2 as pb
+from meshnet.tracker.wire import WireError, read_join
 
 
 async def refused(tracker: Running, node: WireNode) -> str:
@@ -255,3 +256,10 @@ async def test_what_a_node_holds_stays_bounded_and_readable(tracker: Running) ->
     assert "\n" not in node.welcome.name
     assert "," not in node.welcome.name
     assert len(node.welcome.name) <= 64
+
+
+@pytest.mark.parametrize("url", ["ftp://a:1", "http://", "http://a:port", "http://a:99999", "http://[::1"])
+def test_an_address_that_cannot_be_dialled_is_refused(url: str) -> None:
+    join = pb.JoinRequest(node_id="n", http_url=url, grpc_address="a:1")
+    with pytest.raises(WireError, match="http_url"):
+        read_join(join, 1, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from urllib.parse import urlsplit
 
 from meshnet.protocol import membership_pb2 as pb
 from meshnet.tracker.members import Card, Fetch, Hardware, LinkView, Shard, Times
@@ -30,13 +31,21 @@ def text(value: str, limit: int = MAX_TEXT) -> str:
     return "".join(char if char.isprintable() else " " for char in value[:limit]).strip()
 
 
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port or an IPv6 address that is none
+        return False
+
+
 def read_join(message: pb.JoinRequest, connection: int, now_ms: int) -> Joined:
     """Raises WireError for a join without an id or addresses, or with too many shards."""
     node_id = message.node_id
     if not 1 <= len(node_id) <= 128 or not node_id.isprintable() or any(c in node_id for c in " ,<>"):
         raise WireError("node_id must have 1 to 128 printable characters without spaces, commas, < and >")
-    if not message.http_url.startswith(("http://", "https://")):
-        raise WireError(f"http_url is {text(message.http_url)!r}; it starts with http:// or https://")
+    if not _is_address(message.http_url):
+        raise WireError(f"http_url is {text(message.http_url)!r}; it has the form http(s)://host:port")
     if ":" not in message.grpc_address:
         raise WireError(f"grpc_address is {text(message.grpc_address)!r}; it has the form host:port")
     return Joined(
