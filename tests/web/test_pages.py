@@ -274,8 +274,15 @@ async def test_a_use_key_sees_only_its_part(page: Page, scripted: ScriptedTracke
     await expect(page.get_by_role("button", name="Add a node")).to_have_count(0)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (360, "light"),
+        (1280, "dark"),
+        pytest.param(360, "dark", marks=pytest.mark.full),
+        pytest.param(1280, "light", marks=pytest.mark.full),
+    ],
+)
 async def test_axe_finds_no_fault(
     signed_in: Page, scripted: ScriptedTracker, scheme: str, width: int
 ) -> None:
