@@ -19,8 +19,6 @@ from meshnet.tracker.logs import set_up_logs
 from meshnet.tracker.server import Server, Started, StartError
 from meshnet.tracker.settings import TrackerSettings
 
-SWITCH_S = 0.0005
-
 
 def tracker(
     host: Annotated[str | None, typer.Option(help="Address to listen on (default 127.0.0.1).")] = None,
@@ -73,8 +71,6 @@ def tracker(
         raise typer.Exit(2) from error
     # With --json stdout belongs to the one line.
     set_up_logs(_form(settings.log), sys.stderr if as_json else sys.stdout)
-    # The books' thread must not keep the loop from answering for 5 ms, Python's default.
-    sys.setswitchinterval(SWITCH_S)
     try:
         uvloop.run(_run(settings, as_json=as_json))
     except StartError as error:
