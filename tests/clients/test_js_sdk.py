@@ -109,6 +109,7 @@ def test_errors_have_their_classes(scenario: Scenario) -> None:
     }
 
 
+@pytest.mark.full
 def test_retries_carry_a_client_over_a_gap(scenario_file: Path, mesh: Mesh) -> None:
     mesh.start_tracker()
     mesh.start_node("front", "0-14")

@@ -81,7 +81,7 @@ def test_every_call_has_its_events(demo: Demo, stream: bool) -> None:
     assert "Say hello" not in text
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_stops_all_it_started_within_five_seconds(tmp_path: Path, number: int) -> None:
     process = Process(["demo", "--json", "--port", "0", "--cuts", "15"], tmp_path / "demo.log")
     pids: list[int] = []

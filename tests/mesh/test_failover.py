@@ -89,8 +89,9 @@ def same(heard: Heard, text: str, quad: Quad, *, lost: str, gained: str) -> None
 
 @pytest.mark.parametrize(
     ("victim", "how"),
-    [(victim, how) for victim in ("b1", "a1") for how in ("kill", "stop", "cut", "swallow")]
-    + [("a1", "cut the port")],
+    [(victim, how) for victim in ("b1", "a1") for how in ("kill", "cut", "swallow")]
+    + [("a1", "cut the port")]
+    + [pytest.param(victim, "stop", marks=pytest.mark.full) for victim in ("b1", "a1")],
 )
 def test_the_answers_are_the_undisturbed_ones(
     quad: Quad, undisturbed: list[str], victim: str, how: str
@@ -133,7 +134,7 @@ def test_two_nodes_die_one_after_the_other(quad: Quad, undisturbed: list[str]) -
     quad.settled()
 
 
-@pytest.mark.parametrize("victim", ["b1", "a1"])
+@pytest.mark.parametrize("victim", ["b1", pytest.param("a1", marks=pytest.mark.full)])
 def test_a_node_dies_in_prefill(quad: Quad, victim: str) -> None:
     """No token has come yet; the prompt is computed on whoever is left."""
     # Another text than any before, so that no kept prefix shortens the prefill.
@@ -175,6 +176,7 @@ def test_a_head_dies_between_the_last_token_and_the_end(quad: Quad) -> None:
     quad.settled()
 
 
+@pytest.mark.full
 def test_a_waiting_call_goes_where_nodes_are_left(quad: Quad) -> None:
     """All slots are taken, calls wait, and half of the mesh dies under them."""
     count = 100

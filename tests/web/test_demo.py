@@ -201,6 +201,7 @@ async def test_a_refused_request_is_a_bubble_and_can_be_retried(page: Page, demo
     await expect(page.get_by_test_id("error-bubble")).to_have_count(0)
 
 
+@pytest.mark.full
 async def test_deep_links_and_no_fault_in_both_themes(page: Page, demo: Demo) -> None:
     await open_chat(page, demo, longest=16)
     await ask(page, "What is the capital of France?")
