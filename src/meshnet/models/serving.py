@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from meshnet.models.errors import BadGGUF, ModelError
+from meshnet.models.errors import BadGGUF, HashMismatch, ModelError
+from meshnet.models.fingerprint import verify
 from meshnet.models.gguf import ModelFile
 from meshnet.models.header import MAX_HEADER_BYTES
 from meshnet.models.origins import Origin, Origins, Span
@@ -115,6 +116,15 @@ def _range(request: Request, found: Shelved) -> Response:
 
 def _error(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
     return JSONResponse({"error": {"message": message, "code": "weights"}}, status, headers)
+
+
+def read_manifest(data: bytes, fingerprint: str) -> ModelFile:
+    """The model of this fingerprint, as a manifest describes it, proven by it. Raises ModelError."""
+    model = ModelFile.from_manifest(data)
+    if model.fingerprint != fingerprint:
+        raise HashMismatch("the manifest is another model's than was asked for")
+    verify(model)
+    return model
 
 
 def read_spans(data: bytes) -> tuple[Span, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,13 +10,14 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from meshnet.models.errors import FetchFailed, HashMismatch, ModelError
-from meshnet.models.fingerprint import verify
+from meshnet.models.errors import FetchFailed, ModelError
 from meshnet.models.gguf import ModelFile
-from meshnet.models.origins import Origin, Origins
+from meshnet.models.origins import Origin, Origins, spans_of
+from meshnet.models.pulls import hub_headers
 from meshnet.models.remote import FetchProgress, RateLimit, fetch_slice
-from meshnet.models.serving import PATH, read_bounded, read_spans
+from meshnet.models.serving import PATH, read_spans
 from meshnet.models.slice import SlicePlan, plan_slice
+from meshnet.models.sources import SliceSource
 from meshnet.models.store import Store
 from meshnet.protocol.passes import PASS_HEADER
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     # Most nodes never fetch anything, and aiohttp takes 17 MB: it is imported where it is used.
     import aiohttp
 
-HUB = "https://huggingface.co"
 CONNECT_S = 5.0
 ANSWER_S = 30.0
 MAX_SPANS_BYTES = 4 << 20
@@ -59,6 +58,12 @@ class Fetching:
     source: str
 
 
+def slice_origin(held: Slice) -> Origin:
+    """A slice that is here as a source of the bytes that it has."""
+    plan, path = held
+    return Origin(path.name, SliceSource(plan, path), spans_of(plan.pieces))
+
+
 class Fetcher:
     """`mesh_session` opens sessions to machines of the mesh. `limit` is shared by all that is fetched."""
 
@@ -76,25 +81,17 @@ class Fetcher:
         """The model as a manifest tells it, which must give the fingerprint. Raises ModelError."""
         import aiohttp
 
+        from meshnet.models.http import fetch_manifest
+
         problem: Exception = FetchFailed("no machine of the mesh was named that knows the model")
         async with self._mesh_session() as session:
             for base in sources.bases:
                 try:
-                    return await self._describe(session, base, fingerprint, sources)
+                    return await fetch_manifest(session, base, fingerprint, sources.headers, _patience())
                 except (ModelError, aiohttp.ClientError, TimeoutError, OSError) as error:
                     log.warning("no manifest", source=base, reason=str(error) or type(error).__name__)
                     problem = error
         raise FetchFailed(f"the model's manifest could not be had: {problem}") from problem
-
-    async def _describe(
-        self, session: aiohttp.ClientSession, base: str, fingerprint: str, sources: WeightSources
-    ) -> ModelFile:
-        data = await _get(session, f"{base}{PATH}/{fingerprint}", sources)
-        model = ModelFile.from_manifest(data)
-        if model.fingerprint != fingerprint:
-            raise HashMismatch(f"{base} describes another model than was asked for")
-        verify(model)
-        return model
 
     async def bring(
         self,
@@ -112,6 +109,7 @@ class Fetcher:
         total = sum(plan.copy_bytes for plan in plans)
         done, source = 0, ""
         files: list[Slice] = []
+        here = list(own)
 
         def using(name: str) -> None:
             nonlocal source
@@ -125,10 +123,10 @@ class Fetcher:
                     async def fetch(path: Path, plan: SlicePlan = plan, before: int = done) -> None:
                         nonlocal origins
                         if origins is None:
-                            mine = Origins(own, using)
+                            mine = Origins(here, using)
                             origins = mine if not mine.missing(plan) else None
                         if origins is None or origins.missing(plan):
-                            origins = Origins([*own, *await self._distant(stack, model, sources)], using)
+                            origins = Origins([*here, *await self._distant(stack, model, sources)], using)
 
                         def told(progress: FetchProgress) -> None:
                             report(Fetching(before + progress.done, total, progress.bytes_per_s, source))
@@ -137,8 +135,13 @@ class Fetcher:
                             plan, origins, path, report=told, limit=self._limit, blame=origins.blame
                         )
 
-                    files.append((plan, await self._store.fetch_shard(plan, fetch)))
+                    brought = plan, await self._store.fetch_shard(plan, fetch)
+                    files.append(brought)
                     done += plan.copy_bytes
+                    # Segments may share tensors, as the first and the last one of a model with a tied matrix.
+                    here.insert(0, slice_origin(brought))
+                    if origins is not None:
+                        origins.origins.insert(0, here[0])
         except BaseException:
             self.release(files)
             raise
@@ -155,7 +158,7 @@ class Fetcher:
         """The mesh's machines with what they hold, then the hub."""
         import aiohttp
 
-        from meshnet.models.http import HttpSource
+        from meshnet.models.http import HttpSource, get_bounded
 
         found: list[Origin] = []
         mesh = await stack.enter_async_context(self._mesh_session())
@@ -163,7 +166,8 @@ class Fetcher:
         for base in sources.bases:
             where = f"{base}{PATH}/{model.fingerprint}"
             try:
-                spans = read_spans(await _get(mesh, f"{where}/held", sources, MAX_SPANS_BYTES))
+                held = await get_bounded(mesh, f"{where}/held", sources.headers, _patience(), MAX_SPANS_BYTES)
+                spans = read_spans(held)
             except (ModelError, aiohttp.ClientError, TimeoutError, OSError) as error:
                 log.warning("no weights", source=base, reason=str(error) or type(error).__name__)
                 continue
@@ -182,22 +186,7 @@ def _open_session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession()
 
 
-def hub_headers(files: Sequence[str]) -> dict[str, str]:
-    """The hub's token, where the user has one: for the user's hub alone, whatever a directive names."""
-    token = os.environ.get("HF_TOKEN", "")
-    hub = (os.environ.get("HF_ENDPOINT") or HUB).rstrip("/")
-    own = all(file.startswith(f"{hub}/") for file in files)
-    return {"authorization": f"Bearer {token}"} if token and own else {}
-
-
-async def _get(
-    session: aiohttp.ClientSession, url: str, sources: WeightSources, limit: int | None = None
-) -> bytes:
+def _patience() -> aiohttp.ClientTimeout:
     import aiohttp
 
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=ANSWER_S)
-    async with session.get(url, headers=sources.headers, timeout=timeout, allow_redirects=False) as answer:
-        if answer.status != 200:
-            raise FetchFailed(f"{url}: answered {answer.status} {answer.reason or ''}".rstrip())
-        chunks = answer.content.iter_chunked(1 << 20)
-        return await (read_bounded(chunks) if limit is None else read_bounded(chunks, limit))
+    return aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=ANSWER_S)

@@ -19,11 +19,11 @@ from meshnet.engine.memory import check_memory, memory_need
 from meshnet.engine.shards import segment_borders
 from meshnet.models.errors import ModelError
 from meshnet.models.gguf import ModelFile
-from meshnet.models.origins import Origin, spans_of
+from meshnet.models.origins import Origin
 from meshnet.models.serving import Shelved
-from meshnet.models.sources import LocalSource, SliceSource
+from meshnet.models.sources import LocalSource
 from meshnet.models.store import Store
-from meshnet.node.fetching import Fetcher, Fetching, Slice, WeightSources
+from meshnet.node.fetching import Fetcher, Fetching, Slice, WeightSources, slice_origin
 from meshnet.node.headmodel import HeadModel
 from meshnet.node.health import capacity_score
 from meshnet.node.limits import available_memory, give_back_memory, usable_cores
@@ -442,8 +442,7 @@ class Loader:
                 continue
             if holding.model.is_local:
                 return [Origin("here", LocalSource(holding.model))]
-            for plan, path in holding.slices:
-                found.append(Origin(path.name, SliceSource(plan, path), spans_of(plan.pieces)))
+            found += [slice_origin(each) for each in holding.slices]
         return found
 
     async def close(self) -> None:

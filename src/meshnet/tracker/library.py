@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -21,19 +20,18 @@ from starlette.responses import Response
 
 from meshnet.models.errors import FetchFailed, HashMismatch, ModelError, ModelNotFound
 from meshnet.models.files import write_atomically
-from meshnet.models.fingerprint import Fingerprint, combine, verify, with_fingerprint
+from meshnet.models.fingerprint import Fingerprint, combine, with_fingerprint
 from meshnet.models.gguf import ModelFile
-from meshnet.models.http import HttpSource, open_remote
+from meshnet.models.http import HttpSource, fetch_manifest, open_remote
 from meshnet.models.origins import Origin
-from meshnet.models.pulls import hub_files
+from meshnet.models.pulls import hub_address, hub_files, hub_headers
 from meshnet.models.remote import ByteSource, FetchProgress, SourceCut, hash_source
-from meshnet.models.serving import PATH, Shelved, read_bounded
+from meshnet.models.serving import Shelved, read_manifest
 from meshnet.models.sources import LocalSource
 from meshnet.models.store import Store, as_id
 from meshnet.protocol.passes import PASS_HEADER, PASS_MS, WeightsPass, sign_pass, verify_pass
 from meshnet.protocol.tickets import TicketError
 
-HUB = "https://huggingface.co"
 MAX_MANIFESTS = 64
 ATTEMPTS = 6
 LEARN_FROM = 3
@@ -126,10 +124,8 @@ class Library:
 
     async def _take_hub(self, what: str, report: Report | None) -> Taken:
         repo, names = hub_files(what)
-        endpoint = (os.environ.get("HF_ENDPOINT") or HUB).rstrip("/")
-        urls = tuple(f"{endpoint}/{repo}/resolve/main/{quote(name)}" for name in names)
-        token = os.environ.get("HF_TOKEN", "")
-        headers = {"authorization": f"Bearer {token}"} if token else {}
+        urls = tuple(f"{hub_address()}/{repo}/resolve/main/{quote(name)}" for name in names)
+        headers = hub_headers(urls)
         async with aiohttp.ClientSession() as session:
             source = HttpSource(session, urls, headers)
             model = await open_remote(source, [name.rpartition("/")[2] for name in names])
@@ -178,16 +174,7 @@ class Library:
             async with self._mesh_session() as session:
                 for base in islice(bases, LEARN_FROM):
                     try:
-                        async with session.get(
-                            f"{base}{PATH}/{fingerprint}",
-                            headers=headers,
-                            timeout=timeout,
-                            allow_redirects=False,
-                        ) as answer:
-                            if answer.status != 200:
-                                raise FetchFailed(f"{base} answered {answer.status}")
-                            data = await read_bounded(answer.content.iter_chunked(1 << 20))
-                        known = await asyncio.to_thread(_checked, data, fingerprint)
+                        known = await fetch_manifest(session, base, fingerprint, headers, timeout)
                         break
                     except (ModelError, aiohttp.ClientError, TimeoutError, OSError) as error:
                         problem = error
@@ -211,17 +198,9 @@ class Library:
     def _read(self, fingerprint: str) -> ModelFile | None:
         path: Path = self._store.root / "manifests" / f"{fingerprint}.manifest"
         try:
-            return _checked(path.read_bytes(), fingerprint)
+            return read_manifest(path.read_bytes(), fingerprint)
         except (OSError, ModelError):
             return None
-
-
-def _checked(data: bytes, fingerprint: str) -> ModelFile:
-    model = ModelFile.from_manifest(data)
-    if model.fingerprint != fingerprint:
-        raise HashMismatch("the description is another model's")
-    verify(model)
-    return model
 
 
 async def _stated_sha256(session: aiohttp.ClientSession, url: str, headers: dict[str, str]) -> str:
