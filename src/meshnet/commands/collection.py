@@ -4,30 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
 
-from meshnet.tracker.books.client import Api, Failed
+from meshnet.commands.admin import HERE, Tracker, complaints
+from meshnet.tracker.books.client import Api
 
 POLL_S = 0.5
-
-Tracker = Annotated[
-    str, typer.Option("--tracker", help="URL of the tracker; its admin key in MESHNET_API_KEY.")
-]
-HERE = "http://127.0.0.1:8080"
-
-
-@contextmanager
-def _complaints() -> Iterator[None]:
-    try:
-        yield
-    except Failed as error:
-        sys.stderr.write(f"meshnet model: {error}\n")
-        raise typer.Exit(1) from error
 
 
 def load(
@@ -39,7 +24,7 @@ def load(
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Do not wait until it is served.")] = False,
 ) -> None:
     """Have the mesh serve a model: the tracker places it on nodes that were started without --layers."""
-    with _complaints():
+    with complaints("model"):
         api = Api(tracker, None, "")
         name = api.call("POST", "/api/models", {"model": what})["id"]
         if no_wait:
@@ -78,7 +63,7 @@ def unload(
     tracker: Tracker = HERE,
 ) -> None:
     """Let go of a model: nodes finish its calls, then free its layers."""
-    with _complaints():
+    with complaints("model"):
         done = Api(tracker, None, "").call("DELETE", f"/api/models/{quote(name, safe='')}")
     sys.stdout.write(f"{done['id']}: let go\n")
     if done["held_by"]:
@@ -91,7 +76,7 @@ def default(
     tracker: Tracker = HERE,
 ) -> None:
     """Choose the model that clients without a wish get."""
-    with _complaints():
+    with complaints("model"):
         done = Api(tracker, None, "").call("PUT", "/api/models/default", {"model": name} if name else {})
     sys.stdout.write(f"default: {done['default'] or 'none'}\n")
 
@@ -107,7 +92,7 @@ def alias(
         sys.stderr.write("meshnet model: give the model that the name leads to, or --remove\n")
         raise typer.Exit(2)
     path = f"/api/models/aliases/{quote(name, safe='')}"
-    with _complaints():
+    with complaints("model"):
         api = Api(tracker, None, "")
         done = api.call("DELETE", path) if remove else api.call("PUT", path, {"model": to})
     sys.stdout.write(f"{done['alias']}: {done['model'] or 'forgotten'}\n")

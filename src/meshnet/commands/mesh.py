@@ -12,15 +12,12 @@ from urllib.parse import quote
 
 import typer
 
-from meshnet.tracker.books.client import Api, Failed
-
-Tracker = Annotated[
-    str, typer.Option("--tracker", help="URL of the tracker; its admin key in MESHNET_API_KEY.")
-]
+from meshnet.commands.admin import HERE, Tracker, complaints
+from meshnet.tracker.books.client import Api
 
 
 def invite(
-    tracker: Tracker = "http://127.0.0.1:8080",
+    tracker: Tracker = HERE,
     expires: Annotated[int, typer.Option(min=1, help="Hours until the link expires.")] = 24,
     uses: Annotated[
         int | None, typer.Option(min=1, help="Machines that may join with it; without: any.")
@@ -29,11 +26,8 @@ def invite(
 ) -> None:
     """Make a link with which another machine joins: `meshnet node LINK`."""
     form = {"expires_s": expires * 3600} | ({} if uses is None else {"uses": uses})
-    try:
+    with complaints("invite"):
         made = Api(tracker, None, "").call("POST", "/api/invite", form)
-    except Failed as error:
-        sys.stderr.write(f"meshnet invite: {error}\n")
-        raise typer.Exit(1) from error
     if as_json:
         sys.stdout.write(json.dumps(made) + "\n")
         return
@@ -44,13 +38,10 @@ def invite(
 def drain(
     name: Annotated[str, typer.Argument(help="The node's name or id.")],
     undo: Annotated[bool, typer.Option("--undo", help="Let the node take calls again.")] = False,
-    tracker: Tracker = "http://127.0.0.1:8080",
+    tracker: Tracker = HERE,
 ) -> None:
     """Let a node finish its calls and take no new ones, until --undo."""
     path = f"/api/nodes/{quote(name, safe='')}/drain"
-    try:
+    with complaints("drain"):
         node = Api(tracker, None, "").call("DELETE" if undo else "POST", path, None if undo else {})
-    except Failed as error:
-        sys.stderr.write(f"meshnet drain: {error}\n")
-        raise typer.Exit(1) from error
     sys.stdout.write(f"{node['name']}: {node['state']}\n")

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+from meshnet.commands.admin import HERE, Tracker, complaints
 from meshnet.commands.model import Objective
-from meshnet.tracker.books.client import Api, Failed
+from meshnet.tracker.books.client import Api
 
 
 def place(
@@ -22,9 +23,7 @@ def place(
     apply: Annotated[
         bool, typer.Option("--apply", help="Have it placed anew, on the nodes that the tracker may move.")
     ] = False,
-    tracker: Annotated[
-        str, typer.Option("--tracker", help="URL of the tracker; its admin key in MESHNET_API_KEY.")
-    ] = "http://127.0.0.1:8080",
+    tracker: Tracker = HERE,
     as_json: Annotated[bool, typer.Option("--json", help="Print as one line of JSON.")] = False,
 ) -> None:
     """Show which node should hold which layers; nothing is moved without --apply."""
@@ -36,15 +35,12 @@ def place(
         raise typer.Exit(2)
     form: dict[str, Any] = {"objective": objective.value, "holders": holders}
     form |= {"model": model} if model else {}
-    try:
+    with complaints("place"):
         api = Api(tracker, None, "")
         found = api.call("POST", "/api/place/preview", form)
         names = {node["node_id"]: node["name"] for node in api.call("GET", "/api/nodes")["nodes"]}
         if apply:
             api.call("POST", "/api/placement", {"model": found["model"]})
-    except Failed as error:
-        sys.stderr.write(f"meshnet place: {error}\n")
-        raise typer.Exit(1) from error
     if as_json:
         sys.stdout.write(json.dumps(found) + "\n")
         return
