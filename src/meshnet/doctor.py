@@ -22,6 +22,7 @@ import psutil
 
 from meshnet import __version__
 from meshnet.protocol import PROTOCOL_VERSION
+from meshnet.protocol.addresses import loopback_host
 
 GIB = 1 << 30
 MIN_FREE_MEMORY = GIB
@@ -175,7 +176,7 @@ def check_tls(host: str, tls: bool, ca: str) -> Finding:
     """Whether the machines of the mesh speak TLS, where others could listen in."""
     if tls:
         return Finding("tls", "ok", f"between the machines; the mesh's fingerprint is {ca}")
-    if host in ("localhost", "::1") or host.startswith("127."):
+    if loopback_host(host):
         return Finding("tls", "ok", "none: the mesh is on this machine alone")
     return Finding(
         "tls",

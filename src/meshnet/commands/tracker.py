@@ -15,6 +15,7 @@ import uvloop
 from pydantic import ValidationError
 
 from meshnet.process import watch_parent
+from meshnet.protocol.addresses import bracketed
 from meshnet.tracker.logs import set_up_logs
 from meshnet.tracker.server import Server, Started, StartError
 from meshnet.tracker.settings import TrackerSettings
@@ -104,7 +105,7 @@ async def _run(settings: TrackerSettings, *, as_json: bool) -> None:
 
 def _announce(settings: TrackerSettings, started: Started, *, as_json: bool) -> None:
     host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host  # noqa: S104 - shown, not bound
-    shown = f"[{host}]" if ":" in host else host
+    shown = bracketed(host)
     base = f"{'https' if settings.https_only else 'http'}://{shown}:{started.http_port}"
     secrets = started.secrets
     values: dict[str, Any] = {

@@ -59,6 +59,7 @@ from meshnet.node.whereabouts import Whereabouts
 from meshnet.process import watch_parent
 from meshnet.protocol import PROTOCOL_VERSION
 from meshnet.protocol import membership_pb2 as pb
+from meshnet.protocol.addresses import bracketed
 from meshnet.protocol.passes import PASS_HEADER
 
 PROBED_FIRST_S = 15.0
@@ -582,8 +583,3 @@ def default_host(tracker: str) -> str:
     if url.hostname in ("127.0.0.1", "localhost", "::1"):
         return "127.0.0.1"
     return "0.0.0.0"  # noqa: S104 - other machines dial it
-
-
-def bracketed(host: str) -> str:
-    """An IPv6 address as it stands in a URL."""
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host

@@ -20,6 +20,7 @@ from meshnet.node.sessions import Refused, Session, Shard
 from meshnet.node.stages import Stages
 from meshnet.protocol import PROTOCOL_VERSION
 from meshnet.protocol import dataplane_pb2 as pb
+from meshnet.protocol.addresses import bracketed
 from meshnet.protocol.dataplane_pb2_grpc import DataPlaneServicer, add_DataPlaneServicer_to_server
 from meshnet.protocol.keys import name_of
 from meshnet.protocol.tls import peer_names
@@ -302,7 +303,7 @@ class DataPlaneServer:
 
     async def start(self, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> None:
         """Listens, with TLS where there are credentials. Raises OSError where the port cannot be had."""
-        target = f"{_bracketed(host)}:{port}"
+        target = f"{bracketed(host)}:{port}"
         try:
             if credentials is None:
                 self.port = self._server.add_insecure_port(target)
@@ -324,7 +325,3 @@ class DataPlaneServer:
     async def stop(self, grace: float) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await self._server.stop(grace)
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host

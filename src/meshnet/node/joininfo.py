@@ -6,7 +6,10 @@ import http.client
 import json
 import ssl
 import urllib.parse
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from meshnet.protocol.addresses import bracketed, loopback
 
 INFO_S = 3.0
 MAX_INFO_BYTES = 64 << 10
@@ -55,28 +58,50 @@ def connection_to(
         raise JoinFailed(f"--tracker {tracker!r}: {error}") from error
 
 
-def read_join_info(tracker: str) -> JoinInfo:
-    """Asks a tracker where its membership service is. Blocks. Raises TrackerGone and JoinFailed."""
-    url, connection = connection_to(tracker, INFO_S)
+def ask(
+    tracker: str,
+    method: str,
+    path: str,
+    body: bytes | None = None,
+    *,
+    headers: Mapping[str, str],
+    timeout_s: float,
+    limit: int,
+) -> tuple[urllib.parse.SplitResult, int, bytes]:
+    """A tracker's address, and the status and the first `limit` bytes of what it answers. Blocks.
+
+    Raises TrackerGone and JoinFailed.
+    """
+    url, connection = connection_to(tracker, timeout_s)
     try:
-        connection.request(
-            "GET", url.path.rstrip("/") + "/api/join-info", headers={"accept": "application/json"}
-        )
+        connection.request(method, url.path.rstrip("/") + path, body, dict(headers))
         answer = connection.getresponse()
-        body = answer.read(MAX_INFO_BYTES)
+        return url, answer.status, answer.read(limit)
     except (OSError, http.client.HTTPException) as error:
         raise TrackerGone(
             f"cannot reach the tracker at {tracker}: {error or type(error).__name__}"
         ) from error
     finally:
         connection.close()
-    if answer.status >= 500:
-        raise TrackerGone(f"the tracker at {tracker} answers with status {answer.status}")
+
+
+def read_join_info(tracker: str) -> JoinInfo:
+    """Asks a tracker where its membership service is. Blocks. Raises TrackerGone and JoinFailed."""
+    url, status, body = ask(
+        tracker,
+        "GET",
+        "/api/join-info",
+        headers={"accept": "application/json"},
+        timeout_s=INFO_S,
+        limit=MAX_INFO_BYTES,
+    )
+    if status >= 500:
+        raise TrackerGone(f"the tracker at {tracker} answers with status {status}")
     try:
         info = json.loads(body)
         host, _, port = str(info["grpc_address"]).rpartition(":")
         if host in ("", "0.0.0.0", "[::]", "::"):  # noqa: S104 - recognised, not bound
-            host = f"[{url.hostname}]" if ":" in str(url.hostname) else str(url.hostname)
+            host = bracketed(str(url.hostname))
         trackers = tuple(str(each) for each in list(info.get("trackers", ()))[:MAX_TRACKERS])
         tls, ca = bool(info.get("tls")), str(info.get("ca", ""))
         return JoinInfo(str(info["mesh_id"]), f"{host}:{int(port)}", trackers, tls, ca)
@@ -100,9 +125,3 @@ def elsewhere(tracker: str) -> bool:
         return not loopback(tracker)
     except ValueError:
         return False
-
-
-def loopback(url: str) -> bool:
-    """Raises ValueError for what is no address."""
-    host = urllib.parse.urlsplit(url if "//" in url else f"//{url}").hostname or ""
-    return host in ("localhost", "::1") or host.startswith("127.")

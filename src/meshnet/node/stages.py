@@ -294,9 +294,13 @@ class Stages:
         held = common_prefix(ran, np.asarray(session.tokens, dtype=np.int32))
         if held == len(ran):
             return
+        await self._go_back(session, held)
+
+    async def _go_back(self, session: Session, position: int) -> None:
+        """Forgets what was computed from `position` on, or from where the engine can go back to before it."""
         engine, slot = session.shard.engine, session.slot
         try:
-            reached = await self.executor.call(lambda: engine.rollback(slot, held))
+            reached = await self.executor.call(lambda: engine.rollback(slot, position))
         except EngineError as error:
             raise Refused("engine", str(error)) from error
         session.computed = session.accepted = reached
@@ -447,13 +451,7 @@ class Stages:
             for kept in merge(ring.since(session.number, below), session.shard.info.replay_rows):
                 self.flow.pass_on(session, outlet, kept, [], True)
             return own - below
-        engine, slot = session.shard.engine, session.slot
-        try:
-            reached = await self.executor.call(lambda: engine.rollback(slot, below))
-        except EngineError as error:
-            raise Refused("engine", str(error)) from error
-        session.computed = session.accepted = reached
-        ring.truncate(session.number, session.computed)
+        await self._go_back(session, below)
         return 0
 
     async def _connect_head(self, session: Session) -> None:

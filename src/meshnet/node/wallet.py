@@ -7,7 +7,6 @@ insists on TLS; nobody in between can talk it out of that.
 from __future__ import annotations
 
 import asyncio
-import http.client
 import secrets
 import ssl
 import time
@@ -20,7 +19,7 @@ import msgspec
 import structlog
 
 from meshnet.node.identity import Keeper
-from meshnet.node.joininfo import JoinFailed, JoinInfo, TrackerGone, connection_to, elsewhere
+from meshnet.node.joininfo import JoinFailed, JoinInfo, TrackerGone, ask, elsewhere
 from meshnet.protocol.enrolment import MAX_BYTES, PATH, By, EnrolAnswer, EnrolRequest, key_id, proof_key
 from meshnet.protocol.keys import TRACKER_NAME, CertificateError, name_of
 
@@ -148,7 +147,15 @@ class Wallet:
             make_request(identity.key, identity.node_id),
             secrets.token_hex(16),
         ).sealed(key)
-        status, body = _post(tracker, PATH, msgspec.json.encode(asked))
+        _, status, body = ask(
+            tracker,
+            "POST",
+            PATH,
+            msgspec.json.encode(asked),
+            headers={"content-type": "application/json"},
+            timeout_s=ENROL_S,
+            limit=MAX_BYTES,
+        )
         if status != 200:
             raise _refusal(tracker, status, body)
         try:
@@ -197,26 +204,28 @@ class Wallet:
                 papers.load_into(self._server_context)
         return papers
 
+    def _own(self) -> Papers:
+        papers = self._papers or self._read()
+        assert papers is not None, "nobody is dialled before the node has its certificate"
+        return papers
+
     def channel(
         self, address: str, node_id: str = "", options: Sequence[tuple[str, Any]] = ()
     ) -> grpc.aio.Channel:
         """A channel to a node, or to a tracker where no node is named."""
         if not self.tls:
             return grpc.aio.insecure_channel(address, options=list(options))
-        papers = self._papers or self._read()
-        assert papers is not None, "nobody is dialled before the node has its certificate"
+        papers = self._own()
         return papers.channel(address, name_of(node_id) if node_id else TRACKER_NAME, options)
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
         """For the data plane: only members of the mesh come in. None: plain."""
         if not self.tls:
             return None
+        from meshnet.protocol.certificates import member_credentials
+
         first = self._read() or _nobody()
-        return grpc.dynamic_ssl_server_credentials(
-            first.configuration(),
-            lambda: (self._papers or first).configuration(),
-            require_client_authentication=True,
-        )
+        return member_credentials(lambda: self._papers or first)
 
     def server_context(self) -> ssl.SSLContext | None:
         """For the node's HTTP. None: plain."""
@@ -230,8 +239,7 @@ class Wallet:
         """For HTTP to members of the mesh, by `name_of(node_id)` or TRACKER_NAME. None: plain."""
         if not self.tls:
             return None
-        papers = self._papers or self._read()
-        assert papers is not None, "nobody is dialled before the node has its certificate"
+        papers = self._own()
         if self._client is None or self._client[0] is not papers:
             self._client = papers, papers.client_context()
         return self._client[1]
@@ -255,20 +263,6 @@ def _nobody() -> Papers:
     from meshnet.protocol.certificates import self_signed
 
     return self_signed("no mesh yet")
-
-
-def _post(tracker: str, path: str, body: bytes) -> tuple[int, bytes]:
-    url, connection = connection_to(tracker, ENROL_S)
-    try:
-        connection.request("POST", url.path.rstrip("/") + path, body, {"content-type": "application/json"})
-        answer = connection.getresponse()
-        return answer.status, answer.read(MAX_BYTES)
-    except (OSError, http.client.HTTPException) as error:
-        raise TrackerGone(
-            f"cannot reach the tracker at {tracker}: {error or type(error).__name__}"
-        ) from error
-    finally:
-        connection.close()
 
 
 def _refusal(tracker: str, status: int, body: bytes) -> Exception:

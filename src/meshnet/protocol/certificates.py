@@ -10,7 +10,7 @@ import hashlib
 import os
 import ssl
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -153,3 +153,10 @@ class Papers:
             context.load_cert_chain(name)
         finally:
             Path(name).unlink(missing_ok=True)
+
+
+def member_credentials(papers: Callable[[], Papers]) -> grpc.ServerCredentials:
+    """For a server that only members of the mesh may enter; `papers` gives those of each new connection."""
+    return grpc.dynamic_ssl_server_credentials(
+        papers().configuration(), lambda: papers().configuration(), require_client_authentication=True
+    )

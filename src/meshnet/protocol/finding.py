@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from meshnet.protocol.addresses import bracketed
+
 SERVICE = "_meshnet._tcp.local."
 
 
@@ -23,7 +25,7 @@ def found_tracker(told: Mapping[str, str], addresses: Sequence[str], port: int) 
     mesh_id = told.get("mesh", "")
     if not mesh_id or not addresses or not 0 < port < 65_536:
         return None
-    host = f"[{addresses[0]}]" if ":" in addresses[0] else addresses[0]
+    host = bracketed(addresses[0])
     scheme = "https" if told.get("tls") == "1" else "http"
     shown = "".join(char for char in told.get("name", "")[:64] if char.isprintable())
     return FoundTracker(shown, mesh_id[:64], f"{scheme}://{host}:{port}", told.get("version", "")[:64])

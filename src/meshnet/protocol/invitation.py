@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs, quote, urlsplit
 
+from meshnet.protocol.addresses import bracketed
+
 SCHEME = "meshnet"
 
 
@@ -38,8 +40,7 @@ class Invitation:
         return f"{SCHEME}://{self._authority()}/{quote(self.mesh_id)}?token={quote(self.token)}{pin}"
 
     def _authority(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
+        return f"{bracketed(self.host)}:{self.port}"
 
 
 def looks_like_link(text: str) -> bool:

@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from meshnet import __version__
 from meshnet.protocol import PROTOCOL_VERSION
+from meshnet.protocol.addresses import bracketed
 from meshnet.protocol.enrolment import MAX_BYTES as MAX_ENROLMENT
 from meshnet.protocol.enrolment import PATH as ENROLMENT
 from meshnet.protocol.errors import ApiError
@@ -110,9 +111,7 @@ class Api:
             {
                 "mesh_id": self.t.books.mesh.id,
                 "name": self.t.settings.name,
-                "grpc_address": f"[{host}]:{self.t.grpc_port}"
-                if ":" in host
-                else f"{host}:{self.t.grpc_port}",
+                "grpc_address": f"{bracketed(host)}:{self.t.grpc_port}",
                 "version": __version__,
                 "protocol_version": PROTOCOL_VERSION,
                 "trackers": self.t.peers.all_urls(),
@@ -181,7 +180,7 @@ class Api:
         settings = self.t.settings
         host = settings.advertise or ("127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host)  # noqa: S104
         scheme = "https" if settings.https_only else "http"
-        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
+        return f"{scheme}://{bracketed(host)}:{settings.port}"
 
     # ------------------------------------------------------------ nodes
 

@@ -17,6 +17,7 @@ import structlog
 
 from meshnet.protocol import PROTOCOL_VERSION, dataplane_pb2, dataplane_pb2_grpc, membership_pb2_grpc
 from meshnet.protocol import membership_pb2 as pb
+from meshnet.protocol.addresses import bracketed
 from meshnet.protocol.keys import name_of
 from meshnet.protocol.tls import explained, peer_names
 from meshnet.tracker import signals
@@ -376,19 +377,14 @@ async def serve_membership(
         ]
     )
     membership_pb2_grpc.add_MembershipServicer_to_server(membership, server)
-    target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    target = f"{bracketed(host)}:{port}"
     try:
         if authority is None:
             bound = server.add_insecure_port(target)
         else:
-            bound = server.add_secure_port(
-                target,
-                grpc.dynamic_ssl_server_credentials(
-                    authority.papers().configuration(),
-                    lambda: authority.papers().configuration(),
-                    require_client_authentication=True,
-                ),
-            )
+            from meshnet.protocol.certificates import member_credentials
+
+            bound = server.add_secure_port(target, member_credentials(authority.papers))
     except RuntimeError as error:
         raise OSError(f"cannot listen on {target} for gRPC: {error}") from error
     if bound == 0:

@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from meshnet import __version__
 from meshnet.listening import check_free, listen
 from meshnet.models.store import Store
+from meshnet.protocol.addresses import bracketed
 from meshnet.tracker.answers import Tracker
 from meshnet.tracker.app import Shell
 from meshnet.tracker.auth import Authenticator, Sessions
@@ -401,7 +402,7 @@ def _dialled(settings: TrackerSettings) -> str:
     """The host under which other trackers reach this one."""
     anywhere = settings.host in ("0.0.0.0", "::")  # noqa: S104 - recognised, not bound
     host = settings.advertise or (socket.gethostname() if anywhere else settings.host)
-    return f"[{host}]" if ":" in host else host
+    return bracketed(host)
 
 
 def _rules(settings: TrackerSettings) -> Rules:

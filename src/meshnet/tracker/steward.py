@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
+import msgspec
 import structlog
 
 from meshnet.models.errors import ModelError
@@ -181,7 +182,7 @@ class Steward:
         held = self._shelf.find(what)
         kept = self._wishes.kept.models.get(what.lower())
         if kept is not None and self._library.model(kept.fingerprint) is not None:
-            return replace_asked(kept, self._now_ms())
+            return msgspec.structs.replace(kept, asked_ms=self._now_ms())
         if held is not None and any(held.model_id == s.model for n in self._nodes() for s in n.shards):
             await self._library.learn(held.fingerprint, self._bases(held.fingerprint, ""))
             source = kept.source if kept is not None else ""
@@ -319,11 +320,11 @@ class Steward:
                 if shard.model not in kept.off:
                     wanted.setdefault(shard.model, shard.fingerprint)
         clock, now_ms = self._roster.clock(), self._now_ms()
+        if len(self._unknown) > MAX_LED:
+            self._unknown.clear()
         found = []
         for model_id, fingerprint in wanted.items():
             file = self._library.model(fingerprint)
-            if len(self._unknown) > MAX_LED:
-                self._unknown.clear()
             if file is None and self._unknown.get(fingerprint, 0.0) <= clock:
                 try:
                     file = await self._library.learn(fingerprint, self._bases(fingerprint, ""))
@@ -500,11 +501,6 @@ def _gist(node: Node, now: float) -> tuple[Any, ...]:
         (s.model, s.start_layer, s.end_layer, s.state, s.usable, s.memory_bytes) for s in node.shards
     )
     return node.node_id, node.connection, node.routable(now), shards
-
-
-def replace_asked(wish: Wish, now_ms: int) -> Wish:
-    """The wish, made anew."""
-    return Wish(wish.model_id, wish.source, wish.fingerprint, now_ms, wish.files)
 
 
 def _move_view(job: _Job, name: str) -> Mapping[str, Any]:

@@ -2,44 +2,39 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, cast
-
-import structlog
 
 from meshnet.protocol.errors import ApiError
 from meshnet.routing import RouteWeights
 from meshnet.tracker.books.facade import Books
-from meshnet.tracker.books.records import BooksError
 from meshnet.tracker.forms import RoutingForm, RoutingSettingsForm
+from meshnet.tracker.kept import KeptSetting
 from meshnet.tracker.planning import CostName, ModelRouting
 
 SETTING = "routing"
-REFRESH_S = 1.0
 MAX_MODELS = 1_000
-
-log = structlog.get_logger("meshnet.tuning")
 
 
 class Tuning:
-    """A copy in memory, for planning; another tracker's change arrives within about two seconds."""
+    """A copy in memory, for planning; see kept.py."""
 
     def __init__(self, books: Books) -> None:
-        self._books = books
+        self._setting = KeptSetting(
+            books,
+            SETTING,
+            "routing settings",
+            lambda kept: self._take(kept.get("default", {}), kept.get("models", {})),
+        )
         self._default: dict[str, Any] = {}
         self._models: dict[str, dict[str, Any]] = {}
         self._cache: dict[str, ModelRouting] = {}
-        self._refreshing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        await self._load()
-        self._refreshing = asyncio.create_task(self._refresh(), name="tuning-refresh")
+        await self._setting.start()
 
     async def stop(self) -> None:
-        if self._refreshing is not None:
-            self._refreshing.cancel()
-            await asyncio.gather(self._refreshing, return_exceptions=True)
+        await self._setting.stop()
 
     def of(self, model: str) -> ModelRouting:
         """How routes of a model are chosen now."""
@@ -70,23 +65,8 @@ class Tuning:
                 models[model] = _merged(models.get(model, {}), values)
         if len(models) > MAX_MODELS:
             raise ApiError(400, f"at most {MAX_MODELS} models have values of their own", param="models")
-        try:
-            await self._books.settings.put(SETTING, {"default": default, "models": models})
-        except BooksError as error:
-            raise ApiError(error.status, error.message, code=error.code) from error
+        await self._setting.put({"default": default, "models": models})
         self._take(default, models)
-
-    async def _refresh(self) -> None:
-        while True:
-            await asyncio.sleep(REFRESH_S)
-            try:
-                await self._load()
-            except BooksError as error:
-                log.warning("routing settings could not be read", error=error.message)
-
-    async def _load(self) -> None:
-        kept = await self._books.settings.get(SETTING, {})
-        self._take(kept.get("default", {}), kept.get("models", {}))
 
     def _take(self, default: dict[str, Any], models: dict[str, dict[str, Any]]) -> None:
         if default != self._default or models != self._models:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from meshnet.protocol.addresses import bracketed
 from meshnet.protocol.calls import TICKET_HEADER
 
 HIGH_WATER = 64 << 10
@@ -316,8 +317,12 @@ class WireClient:
                 host, port = "", 0
             if parts.scheme != self._scheme or not host:
                 raise WireError(f"{base_url!r} is no address of the form {self._scheme}://HOST:PORT")
-            shown = f"[{host}]" if ":" in host else host
+            shown = bracketed(host)
             if len(self._targets) > 10_000:
                 self._targets.clear()
-            found = self._targets[base_url] = (host, port, f"{shown}:{port}".encode("ascii", "replace"))
+            found = self._targets[base_url] = (
+                host,
+                port,
+                f"{shown}:{port}".encode("ascii", "replace"),
+            )
         return found

@@ -11,10 +11,9 @@ import structlog
 
 from meshnet.protocol.errors import ApiError
 from meshnet.tracker.books.facade import Books
-from meshnet.tracker.books.records import BooksError
+from meshnet.tracker.kept import KeptSetting
 
 SETTING = "models"
-REFRESH_S = 1.0
 MAX_MODELS = 256
 MAX_ALIASES = 1_000
 
@@ -41,23 +40,21 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 class Wishes:
-    """A copy in memory; another tracker's change arrives within about two seconds."""
+    """A copy in memory, see kept.py."""
 
     def __init__(self, books: Books) -> None:
-        self._books = books
         self.kept = Kept()
         self._listeners: list[Callable[[], None]] = []
-        self._refreshing: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()
+        self._setting = KeptSetting(
+            books, SETTING, "the models asked for", lambda value: self._take(_read(value))
+        )
 
     async def start(self) -> None:
-        await self._load()
-        self._refreshing = asyncio.create_task(self._refresh(), name="wishes-refresh")
+        await self._setting.start()
 
     async def stop(self) -> None:
-        if self._refreshing is not None:
-            self._refreshing.cancel()
-            await asyncio.gather(self._refreshing, return_exceptions=True)
+        await self._setting.stop()
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """`listener()` after each change, here or at another tracker."""
@@ -107,34 +104,20 @@ class Wishes:
 
     async def _change(self, change: Callable[[Kept], Kept]) -> None:
         async with self._lock:
-            fresh = change(await self._read())
-            try:
-                await self._books.settings.put(SETTING, msgspec.to_builtins(fresh))
-            except BooksError as error:
-                raise ApiError(error.status, error.message, code=error.code) from error
+            fresh = change(_read(await self._setting.read()))
+            await self._setting.put(msgspec.to_builtins(fresh))
             self._take(fresh)
-
-    async def _refresh(self) -> None:
-        while True:
-            await asyncio.sleep(REFRESH_S)
-            try:
-                await self._load()
-            except BooksError as error:
-                log.warning("the models asked for could not be read", error=error.message)
-
-    async def _read(self) -> Kept:
-        stored: Any = await self._books.settings.get(SETTING, {})
-        try:
-            return msgspec.convert(stored, Kept)
-        except msgspec.ValidationError as error:
-            log.warning("the models asked for cannot be read", error=str(error))
-            return Kept()
-
-    async def _load(self) -> None:
-        self._take(await self._read())
 
     def _take(self, fresh: Kept) -> None:
         if fresh != self.kept:
             self.kept = fresh
             for listener in self._listeners:
                 listener()
+
+
+def _read(value: Any) -> Kept:
+    try:
+        return msgspec.convert(value, Kept)
+    except msgspec.ValidationError as error:
+        log.warning("the models asked for cannot be read", error=str(error))
+        return Kept()
