@@ -37,6 +37,7 @@ export default defineConfig({
     reportCompressedSize: true,
     chunkSizeWarningLimit: 300,
   },
+  worker: { format: 'es' },
   server: { proxy: { '/api': tracker, '/v1': tracker } },
   test: { include: ['test/**/*.test.ts'], environment: 'node' },
   resolve: process.env.VITEST ? { conditions: ['browser'] } : undefined,

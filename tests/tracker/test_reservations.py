@@ -27,6 +27,7 @@ from meshnet.tracker.reservations import (
     release,
     retry_after_s,
     room,
+    straight,
     withdraw,
 )
 
@@ -167,6 +168,23 @@ def test_no_key_waits_for_more_than_its_share(calls: list[tuple[str, int]]) -> N
         assert served[turn.key] - behind <= most
         served[turn.key] += turn.cost
         state, _ = grant(state, turn.call_id, {})
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 50), st.booleans()), max_size=20))
+def test_the_straight_way_leaves_what_queue_and_grant_leave(calls: list[tuple[str, int, bool]]) -> None:
+    by_turns = straight_on = state_with(a=10)
+    needs = needs_of(["a"], "m", 1, 10)
+    for number, (key, cost, urgent) in enumerate(calls):
+        call = Waiting(str(number), key, "m", cost, urgent)
+        queued, full = enqueue(by_turns, call)
+        assert full is None
+        granted, refused = grant(queued, call.call_id, needs)
+        by_turns = granted if refused is None else leave(queued, call.call_id)
+        straight_on, refused_too = straight(straight_on, call, needs)
+        assert refused_too == refused
+        if refused is not None:
+            return
+        assert straight_on == by_turns
 
 
 @dataclass

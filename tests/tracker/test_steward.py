@@ -8,14 +8,18 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from support.random_gguf import write_random_model
-from tracker.conftest import Running
+from tracker.conftest import Running, Start
 from tracker.wire_node import WireNode
 
+from meshnet.models.errors import ModelError
 from meshnet.models.gguf import ModelFile
 from meshnet.models.serving import read_spans
+from meshnet.models.store import Store
 from meshnet.protocol import membership_pb2 as pb
 from meshnet.protocol.passes import PASS_HEADER
+from meshnet.tracker.library import Library
 
 LAYERS = 4
 
@@ -90,7 +94,44 @@ async def test_an_empty_node_is_told_what_to_hold_and_where_it_is(model: Path, t
     told = (await state(tracker))["tiny"]
     assert told["reason"] is not None
     assert "the disk is full" in told["reason"]
-    assert len(node.loads()) == 1, "it is not asked again at once"
+    # It has been decided anew with that in mind, and the node is not asked again.
+    assert tracker.server.tracker is not None
+    steward = tracker.server.tracker.steward
+    await tracker.until(lambda: bool(steward._failed) and steward._looked[0][3] == set(steward._failed))
+    assert (await tracker.get("/api/placement"))["moves"] == []
+    assert len(node.loads()) == 1
+
+
+async def test_what_is_asked_for_at_one_tracker_is_placed_by_the_other(
+    model: Path, start: Start, tmp_path: Path
+) -> None:
+    one = await start(data=tmp_path / "shared")
+    two = await start(data=tmp_path / "shared", secrets=one)
+    assert one.server.tracker is not None
+    assert two.server.tracker is not None
+    others = two.server.tracker.peers.others
+    await two.until(lambda: others() == [one.base])
+    node = EmptyNode(one.join_token)
+    two.nodes.append(node)
+    await node.start(two.grpc)
+    assert (await send(one, "POST", "/api/models", {"model": str(model)}))[0] == 202
+    await two.until(lambda: bool(node.loads()))
+    load = node.loads()[0].load
+    assert (load.model, list(load.sources)) == ("tiny", ["/", one.base])
+    assert (await state(two))["tiny"]["state"] == "placing"
+    # Where its file is on the other's machine alone, the other tells what it is.
+    library = Library(Store(tmp_path / "empty"), one.server.tracker.books.mesh.id, key_of(one))
+    await library.restore("/gone.gguf", load.fingerprint, (), [one.base])
+    described = library.model(load.fingerprint)
+    assert described is not None
+    assert described.n_layers == LAYERS
+    with pytest.raises(ModelError, match="no such file"):
+        await library.restore("/gone.gguf", "0" * 64, (), [one.base])
+
+
+def key_of(tracker: Running) -> Ed25519PrivateKey:
+    assert tracker.server.tracker is not None
+    return Ed25519PrivateKey.from_private_bytes(tracker.server.tracker.books.mesh.signing_secret)
 
 
 def said(tracker: Running, text: str) -> bool:

@@ -220,3 +220,16 @@ async def test_refusals_keep_the_peers_words() -> None:
         assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
         assert (refused.value.message, refused.value.param) == ("too long", "messages")
     await heads.close()
+
+
+async def test_while_all_connections_are_taken_a_spare_one_is_opened(client: WireClient) -> None:
+    async with Peer(echo) as peer:
+        first = await client.post(peer.url, "/x", b"1", "ticket")
+        while not any(client._idle.values()):
+            await asyncio.sleep(0.01)
+        second = await client.post(peer.url, "/x", b"2", "ticket")
+        for exchange in (first, second):
+            assert await exchange.opened(soon()) == 200
+            await exchange.read_all(100, soon())
+        assert second.used
+        assert peer.connections == 2

@@ -5,12 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Literal
 
 SENTENCE = (
     "The mesh keeps one sequence on every node that takes part, so a token only travels as a row of numbers "
     "from the last layer here to the first layer there , and the text comes back to whoever asked ."
 )
 WORDS = SENTENCE.split()
+CODE = (
+    "    {word} = ",
+    "{word}(",
+    '"{word}", ',
+    "{number}, ",
+    "key={word})",
+    "  # {word}",
+    " {word}",
+    " {word}\n",
+)
+NEWLINE, PARAGRAPH = "\n", "\n\n"
 
 ANSWER = """A route is a list of **stages**. Each stage runs a contiguous run of layers on one node:
 
@@ -44,7 +56,7 @@ class Script:
     prefill     whether a long prefill is shown
     error, cut  how it ends when it does not end well; `done`: whether [DONE] comes
     status      refused with this HTTP status instead
-    paragraphs  whether the words are broken into paragraphs
+    shape       what the words make: paragraphs, one paragraph, one block of code, one list, one table
     """
 
     text: str = ANSWER
@@ -57,7 +69,7 @@ class Script:
     cut: bool = False
     done: bool = True
     status: int | None = None
-    paragraphs: bool = True
+    shape: Literal["paragraphs", "paragraph", "code", "list", "table"] = "paragraphs"
 
     async def pieces(self) -> AsyncIterator[str]:
         if self.tokens == 0:
@@ -70,10 +82,18 @@ class Script:
             yield piece
 
     def _word(self, number: int) -> str:
-        word = WORDS[number % len(WORDS)] + " "
-        if self.paragraphs and number % 97 == 96:
-            return word + "\n\n"
-        return word
+        word = WORDS[number % len(WORDS)]
+        last = number == self.tokens - 1
+        if self.shape == "code":
+            piece = CODE[number % len(CODE)].format(word=word.strip(",."), number=number)
+            return f"{'```python' + NEWLINE if number == 0 else ''}{piece}{NEWLINE + '```' if last else ''}"
+        if self.shape == "list":
+            return f"{'- ' if number % 16 == 0 else ''}{word}{NEWLINE if number % 16 == 15 else ' '}"
+        if self.shape == "table":
+            head = "| a | b | c | d |\n|---|---:|---|---|\n" if number == 0 else ""
+            border, end = "| " if number % 2 == 0 else "", f" |{NEWLINE}" if number % 8 == 7 else " "
+            return f"{head}{border}{word}{end}"
+        return f"{word} {PARAGRAPH if self.shape == 'paragraphs' and number % 97 == 96 else ''}"
 
 
 HOSTILE = (
@@ -85,7 +105,10 @@ HOSTILE = (
 
 SCRIPTS: dict[str, Script] = {
     "long": Script(tokens=10_000, interval_s=0.004, burst=4),
-    "onelongline": Script(tokens=10_000, interval_s=0.004, burst=4, paragraphs=False),
+    "longline": Script(tokens=10_000, interval_s=0.004, burst=4, shape="paragraph"),
+    "longcode": Script(tokens=10_000, interval_s=0.004, burst=4, shape="code"),
+    "longlist": Script(tokens=10_000, interval_s=0.004, burst=4, shape="list"),
+    "longtable": Script(tokens=10_000, interval_s=0.004, burst=4, shape="table"),
     "slow": Script(tokens=400, interval_s=0.05),
     "think": Script(THOUGHTS + ANSWER),
     "queued": Script(queue=3, prefill=True),

@@ -70,7 +70,7 @@ async def test_a_call_has_an_address(signed_in: Page, scripted: ScriptedTracker)
     await signed_in.goto(f"{scripted.base}/dashboard/calls/{call_id}")
     detail = signed_in.get_by_test_id("call-detail")
     await expect(detail).to_contain_text(call_id)
-    for phase in ("accepted", "route_selected", "generating", "complete"):
+    for phase in ("accepted", "route selected", "generating", "complete"):
         await expect(detail.locator(".timeline")).to_contain_text(phase)
     await signed_in.goto(f"{scripted.base}/dashboard/calls/nowhere")
     await expect(detail).to_contain_text("there is no call 'nowhere'")

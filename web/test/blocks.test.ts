@@ -1,15 +1,20 @@
 import { describe, expect, it } from 'vitest';
 import { blockEnd, BlockFeed, type BlockOp } from '../src/chat/blocks';
 
-/** The settled blocks of a text fed in pieces of `size`, thoughts marked by their brackets. */
+/** The settled blocks of a text fed in pieces of `size`, code without its last fence, thoughts as brackets. */
 function blocks(text: string, size = text.length): string[] {
   const feed = new BlockFeed();
   const ops: BlockOp[] = [];
   for (let at = 0; at < text.length; at += Math.max(size, 1)) ops.push(...feed.feed(text.slice(at, at + size)));
   ops.push(...feed.end());
-  return ops
-    .filter((op) => op.op !== 'append')
-    .map((op) => (op.op === 'settle' ? op.source.trim() : op.op === 'think-start' ? '<' : '>'));
+  const found: string[] = [];
+  for (const op of ops) {
+    if (op.op === 'think-start') found.push('<');
+    else if (op.op === 'think-end') found.push('>');
+    else if (op.op === 'settle' && op.joins) found.push((found.pop() ?? '') + op.source);
+    else if (op.op === 'settle') found.push(op.source);
+  }
+  return found.map((block) => block.trim());
 }
 
 const TEXT = `Intro line
@@ -46,7 +51,7 @@ describe('blocks', () => {
     expect(blocks(TEXT)).toEqual([
       'Intro line\ngoes on.',
       '- one\n- two\n\n- three after a blank line\n\n  with a paragraph of its own\n\n1. first\n\n2. second',
-      '```python\ndef f():\n\n    return 1\n```',
+      '```python\ndef f():\n\n    return 1',
       'After the fence.',
       '> quoted',
       '| a | b |\n|---|---|\n| 1 | 2 |',
@@ -59,14 +64,15 @@ describe('blocks', () => {
     for (const size of [1, 2, 3, 5, 7, 11, 64]) expect(blocks(TEXT, size), `pieces of ${size}`).toEqual(whole);
   });
 
-  it('lose nothing: joined, they are the text', () => {
-    const feed = new BlockFeed();
-    let joined = '';
-    for (const char of `${TEXT}\n\n\n${TEXT}`) {
-      for (const op of feed.feed(char)) if (op.op === 'settle') joined += op.source;
-    }
-    for (const op of feed.end()) if (op.op === 'settle') joined += op.source;
-    expect(joined.replace(/\s+/g, '')).toBe(`${TEXT}\n${TEXT}`.replace(/\s+/g, ''));
+  it('lose nothing: joined, they are the text, but for the fences that close code', () => {
+    const text = `${TEXT}\n\n\n${TEXT}`;
+    const bare = text.replaceAll('return 1\n```', 'return 1');
+    for (const size of [1, 9, text.length]) expect(blocks(text, size).join('').replace(/\s+/g, '')).toBe(bare.replace(/\s+/g, ''));
+  });
+
+  it('end a paragraph where a list begins right under it', () => {
+    expect(blocks('Points:\n- one\n- two', 1)).toEqual(['Points:', '- one\n- two']);
+    expect(blocks('In the year\n1984. And so on', 1)).toEqual(['In the year\n1984. And so on']);
   });
 
   it('wait for the end of a fence', () => {

@@ -51,9 +51,9 @@ describe('the live state', () => {
     for (let round = 1; round <= 3; round++) {
       for (let n = 0; n < 100; n++) tell(live, 'upsert', { kind: 'call', value: call(`c${n}`, { output_tokens: round }) });
     }
-    live.flush();
+    live.flush(0);
     expect(live.calls.size).toBeLessThan(50);
-    for (let frame = 0; frame < 10; frame++) live.flush();
+    for (let frame = 0; frame < 50; frame++) live.flush(0);
     expect(live.calls.size).toBe(100);
     expect([...live.calls.values()].every((item) => item.output_tokens === 3)).toBe(true);
   });

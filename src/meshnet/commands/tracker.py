@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -95,6 +96,9 @@ async def _run(settings: TrackerSettings, *, as_json: bool) -> None:
     parent = asyncio.create_task(watch_parent(stop))
     server = Server(settings)
     started = await server.start()
+    # What is here now stays. Looked through by each full collection, it would hold all streams up for 0.07 s.
+    gc.collect()
+    gc.freeze()
     try:
         _announce(settings, started, as_json=as_json)
         await stop.wait()

@@ -308,6 +308,9 @@ class Node:
                 "no layers yet", next="the tracker places them; `meshnet model load` has it serve a model"
             )
         log.info("node ready", node=self.node_id, http=self.http_url, grpc=self.grpc_address)
+        if not holdings:
+            # While the tracker looks what to place here.
+            await in_thread(self._fetcher.prepare)
 
     async def _proven(self, models: set[str]) -> None:
         """Until the tracker has had an answer from each model's shards: from then on calls may come."""

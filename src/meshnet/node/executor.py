@@ -36,6 +36,8 @@ from meshnet.node.batching import (
 )
 
 T = TypeVar("T")
+HANDOVER_S = 0.002
+"""How long the event loop waits at most for an idle engine thread to take what is handed to it."""
 MAX_INBOX = 4096
 """Messages that may wait for the engine thread; beyond them peers open and probe nothing more. Steps are
 bounded by the credits of sessions, and those by slots."""
@@ -110,6 +112,8 @@ class Executor:
         self._number = self._bundle = 0
         self._steps = 0
         self._running_since: float | None = None
+        self._idle = False
+        self._begun = threading.Lock()
 
     def start(self) -> None:
         self._thread.start()
@@ -142,10 +146,20 @@ class Executor:
         self._fresh.extend(works)
 
     def flush(self) -> None:
-        """Hands over what was submitted."""
+        """Hands over what was submitted. An idle engine is let begin before anything else is done here: the
+        thread cannot run Python while this one does, and what waits for tokens waits for the engine."""
         if self._fresh:
             works, self._fresh = self._fresh, []
+            idle = self._idle
+            self._begun.acquire(blocking=False)
             self._inbox.put(lambda: self._arrive(works))
+            if idle:
+                self._begun.acquire(timeout=HANDOVER_S)
+
+    def _begin(self) -> None:
+        """Lets `flush` go on."""
+        with contextlib.suppress(RuntimeError):  # nobody waits
+            self._begun.release()
 
     def remove(self, sessions: Iterable[int]) -> None:
         """Drops what waits of these sessions; no outcome comes for it."""
@@ -251,6 +265,7 @@ class Executor:
                     self._state = apply(self._state, event, time.monotonic())
                 wait = 0.0
             self._state, batch = choose(self._state, time.monotonic(), self._policy)
+            self._begin()
             wait = self._pause() if batch is None else 0.0
             if batch is not None:
                 self._execute(batch)
@@ -261,10 +276,13 @@ class Executor:
         return None if until is None else max(until - time.monotonic(), 0.001)
 
     def _next(self, wait: float | None) -> Callable[[], Event | None] | None:
+        self._idle = wait != 0.0
         try:
             return self._inbox.get_nowait() if wait == 0.0 else self._inbox.get(timeout=wait)
         except queue.Empty:
             return _NOTHING
+        finally:
+            self._idle = False
 
     def _execute(self, batch: Batch) -> None:
         works = [self._works.pop(item.number) for item in batch.items]

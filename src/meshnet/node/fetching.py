@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,6 +78,11 @@ class Fetcher:
         self._store = store
         self._mesh_session = mesh_session or _open_session
         self._limit = limit
+
+    @staticmethod
+    def prepare() -> None:
+        """Blocks. Imports what fetching needs, for a node that is going to fetch: it takes 0.1 s."""
+        importlib.import_module("meshnet.models.http")
 
     async def describe(self, fingerprint: str, sources: WeightSources) -> ModelFile:
         """The model as a manifest tells it, which must give the fingerprint. Raises ModelError."""
@@ -160,20 +167,23 @@ class Fetcher:
 
         from meshnet.models.http import HttpSource, get_bounded
 
-        found: list[Origin] = []
         mesh = await stack.enter_async_context(self._mesh_session())
         count = len(model.files)
-        for base in sources.bases:
+
+        async def ask(base: str) -> Origin | None:
             where = f"{base}{PATH}/{model.fingerprint}"
             try:
                 held = await get_bounded(mesh, f"{where}/held", sources.headers, _patience(), MAX_SPANS_BYTES)
                 spans = read_spans(held)
             except (ModelError, aiohttp.ClientError, TimeoutError, OSError) as error:
                 log.warning("no weights", source=base, reason=str(error) or type(error).__name__)
-                continue
-            if spans:
-                urls = [f"{where}/files/{index}" for index in range(count)]
-                found.append(Origin(base, HttpSource(mesh, urls, sources.headers, redirects=False), spans))
+                return None
+            urls = [f"{where}/files/{index}" for index in range(count)]
+            return Origin(base, HttpSource(mesh, urls, sources.headers, redirects=False), spans)
+
+        # All at once: one that does not answer costs no more than its own time.
+        answers = await asyncio.gather(*map(ask, sources.bases))
+        found = [origin for origin in answers if origin is not None and origin.spans]
         if len(sources.files) == count:
             hub = await stack.enter_async_context(aiohttp.ClientSession())
             found.append(Origin(sources.files[0], HttpSource(hub, sources.files, hub_headers(sources.files))))

@@ -41,6 +41,8 @@ T = TypeVar("T")
 MAX_BODY_BYTES = 16 << 20
 MAX_REQUEST_ID = 128
 DEFAULT_MAX_TOKENS = 1024
+KEEP_ALIVE_S = 75
+"""How long a connection may be silent between two requests; trackers keep theirs for less."""
 
 STOPPED = calls.CallError(503, "shutdown", "the node has ended the call")
 
@@ -399,6 +401,7 @@ class HttpServer:
             access_log=False,
             proxy_headers=False,
             server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
         )
         config.load()

@@ -15,7 +15,7 @@ import numpy as np
 from meshnet.engine.shards import pin_thread
 
 BUFFER_BYTES = 64 << 20
-MEASURE_S = 0.1
+MEASURE_S = 0.05
 
 
 def read_bytes_per_s(

@@ -8,6 +8,7 @@ from typing import Any
 
 from meshnet.protocol.errors import ApiError
 from meshnet.tracker.auth import header
+from meshnet.tracker.patience import within
 
 Receive = Callable[[], Awaitable[Any]]
 
@@ -42,8 +43,7 @@ async def read_body(scope: Any, receive: Receive, limit: int, timeout_s: float) 
 
 async def _receive(receive: Receive, timeout_s: float) -> Any:
     try:
-        async with asyncio.timeout(timeout_s):
-            message = await receive()
+        message = await within(timeout_s, receive())
     except TimeoutError:
         raise ApiError(408, "the request's body did not arrive in time", code="slow_request") from None
     if message["type"] == "http.disconnect":

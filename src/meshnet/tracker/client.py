@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import types
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ import structlog
 
 from meshnet.protocol.calls import AnyEvent
 from meshnet.protocol.errors import ApiError
+from meshnet.tracker.patience import rest
 from meshnet.tracker.sinks import Sink
 
 log = structlog.get_logger("meshnet.calls")
@@ -28,9 +28,12 @@ class Client:
     sink: Sink
     stalled_s: float
 
-    async def send(self, events: Sequence[AnyEvent]) -> None:
-        """Raises StalledReader."""
-        await self._within(self.sink.send(events))
+    def begin(self, events: Sequence[AnyEvent]) -> Coroutine[Any, Any, None] | None:
+        """Sends at once; where the client does not keep up, the rest is to be awaited, before anything else.
+
+        That raises StalledReader.
+        """
+        return self._begin(self.sink.send(events))
 
     async def keep_alive(self, phase: str, detail: str) -> None:
         """Raises StalledReader."""
@@ -44,15 +47,23 @@ class Client:
         """The same for an error."""
         await self._last(self.sink.fail(error))
 
-    async def _within(self, sending: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, sending: Coroutine[Any, Any, None]) -> Coroutine[Any, Any, None] | None:
         # Nearly always the client keeps up and this does not wait at all; then it needs no timer either.
         try:
             waits_for = sending.send(None)
         except StopIteration:
-            return
+            return None
+        return self._finish(sending, waits_for)
+
+    async def _within(self, sending: Coroutine[Any, Any, None]) -> None:
+        unsent = self._begin(sending)
+        if unsent is not None:
+            await unsent
+
+    async def _finish(self, sending: Coroutine[Any, Any, None], waits_for: Any) -> None:
         try:
             async with asyncio.timeout(self.stalled_s):
-                await _rest(sending, waits_for)
+                await rest(sending, waits_for)
         except TimeoutError:
             raise StalledReader(f"the client read nothing for {self.stalled_s:g} s") from None
 
@@ -61,18 +72,3 @@ class Client:
             await self._within(sending)
         except (StalledReader, OSError):
             log.info("the end of a call could not be delivered")
-
-
-@types.coroutine
-def _rest(begun: Coroutine[Any, Any, None], waits_for: Any) -> Generator[Any, Any, None]:
-    """Goes on with a coroutine whose first step has been taken and waits for something."""
-    while True:
-        try:
-            try:
-                value = yield waits_for
-            except BaseException as error:
-                waits_for = begun.throw(error)
-            else:
-                waits_for = begun.send(value)
-        except StopIteration:
-            return

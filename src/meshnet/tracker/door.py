@@ -14,9 +14,11 @@ from meshnet.protocol.openai import ChatRequest, CompletionRequest, parse_chat, 
 from meshnet.tracker.auth import Authenticator, header, require_admin
 from meshnet.tracker.bodies import ClientGone, Receive, check_json, read_body
 from meshnet.tracker.catalogue import Model
-from meshnet.tracker.orchestrator import Accepted, Orchestrator, draw
+from meshnet.tracker.guarded import PRESENCE, Presence
+from meshnet.tracker.orchestrator import Accepted, Orchestrator
 from meshnet.tracker.settings import TrackerSettings
 from meshnet.tracker.shelf import Shelf
+from meshnet.tracker.signing import draw
 from meshnet.tracker.sinks import AnswerSink, Header, Send, Sink, StreamSink, send_error
 
 MAX_REQUEST_ID = 128
@@ -54,7 +56,7 @@ class FrontDoor:
             return
         except ClientGone:
             return
-        await self._run(accepted, receive)
+        await self._run(accepted, scope[PRESENCE])
 
     async def _accept(
         self, scope: Any, receive: Receive, send: Send, kind: Kind, request_id: str, headers: list[Header]
@@ -87,21 +89,23 @@ class FrontDoor:
         tools = isinstance(request, ChatRequest) and bool(request.tools)
         form = self._shelf.tool_format(model) if tools else None
         if request.stream:
-            return StreamSink(send, ChunkRenderer(request, envelope, form), headers)
+            return StreamSink(send, lambda: ChunkRenderer(request, envelope, form), headers)
         return AnswerSink(send, lambda: AnswerAssembler(request, envelope, form), headers)
 
-    async def _run(self, accepted: Accepted, receive: Receive) -> None:
-        watching = asyncio.create_task(self._watch(receive, accepted), name="client-watch")
+    async def _run(self, accepted: Accepted, client: Presence) -> None:
+        """Runs a call to its end, which comes at once where its client goes away, in whatever phase it is."""
+
+        def gone() -> None:
+            self._orchestrator.cancel(accepted.run.order.call_id, "client_gone", "the client went away")
+
+        client.on_gone = gone
+        if client.gone:
+            # It went while the call was accepted. A call can be ended once it runs.
+            asyncio.get_running_loop().call_soon(gone)
         try:
             await self._orchestrator.run(accepted)
         finally:
-            watching.cancel()
-
-    async def _watch(self, receive: Receive, accepted: Accepted) -> None:
-        """Notices a client that goes away, in whatever phase its call is."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._orchestrator.cancel(accepted.run.order.call_id, "client_gone", "the client went away")
+            client.on_gone = None
 
 
 def request_id_of(scope: Any) -> str:

@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from meshnet.protocol.errors import error_body
 
+PRESENCE = "meshnet.presence"
 _REASONS = {
     400: b"Bad Request",
     408: b"Request Timeout",
     431: b"Request Header Fields Too Large",
     503: b"Busy",
 }
+
+
+class Presence:
+    """Whether the peer of a connection is still there; requests find it in their scope under PRESENCE."""
+
+    __slots__ = ("gone", "on_gone")
+
+    def __init__(self) -> None:
+        self.gone = False
+        self.on_gone: Callable[[], object] | None = None
+        """Called once, when the connection is lost; for whoever answers now."""
+
+    def leave(self) -> None:
+        self.gone = True
+        if self.on_gone is not None:
+            self.on_gone()
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -27,19 +45,22 @@ class GuardedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._in_headers = True
+        self._begun = False
         self._header_bytes = 0
         self._header_timer: asyncio.TimerHandle | None = None
+        self._presence = Presence()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self.max_connections:
             self._refuse(503, "too many connections; try again later", "too_many_connections")
             return
-        self._await_headers()
+        self._limit_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._headers_done()
         super().connection_lost(exc)
+        self._presence.leave()
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -47,13 +68,16 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._in_headers:
             self._header_bytes += len(data)
         super().data_received(data)
+        if self._begun and self._header_timer is None:
+            # Most headers come in one piece, and need no timer.
+            self._limit_headers()
         if self._in_headers and self._header_bytes > self.max_header_bytes:
             self._too_large()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        if self._header_timer is None:
-            self._await_headers()
+        self.scope[PRESENCE] = self._presence  # type: ignore[literal-required]
+        self._begun = True
 
     def on_headers_complete(self) -> None:
         self._headers_done()
@@ -71,13 +95,11 @@ class GuardedProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, "this is not an HTTP request", "bad_request")
 
-    def _await_headers(self) -> None:
-        self._in_headers = True
-        self._header_bytes = 0
+    def _limit_headers(self) -> None:
         self._header_timer = self.loop.call_later(self.header_timeout_s, self._too_slow)
 
     def _headers_done(self) -> None:
-        self._in_headers = False
+        self._in_headers = self._begun = False
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from meshnet.routing import NodeTimes, RoutingRequest, Stage
 from meshnet.tracker.planning import View
@@ -31,8 +33,7 @@ class NoPlace(Exception):
         self.retry_after = retry_after
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(msgspec.Struct, frozen=True):
     """What a call needs. `need` is per stage, `forced` names nodes in order."""
 
     call_id: str
@@ -40,10 +41,10 @@ class Job:
     model: str
     need: Need
     request: RoutingRequest
-    excluded: Mapping[str, str] = field(default_factory=dict)
+    excluded: Mapping[str, str] = {}
     forced: tuple[str, ...] = ()
     urgent: bool = False
-    cached_tokens: Mapping[str, int] = field(default_factory=dict)
+    cached_tokens: Mapping[str, int] = {}
 
     @property
     def cost(self) -> float:

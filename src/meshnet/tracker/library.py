@@ -144,21 +144,28 @@ class Library:
         found = await asyncio.to_thread(
             lambda: with_fingerprint(model, Fingerprint(combine(model, hashes), hashes))
         )
-        self._keep(found)
+        await self._keep(found)
         return Taken(as_id(found.name), found.fingerprint, (), urls)
 
-    async def restore(self, what: str, fingerprint: str, files: Sequence[str]) -> None:
-        """Makes a model known again that `take` made known in an earlier run. Raises ModelError."""
+    async def restore(self, what: str, fingerprint: str, files: Sequence[str], bases: Iterable[str]) -> None:
+        """Makes a model known that `take` made known in an earlier run, or at another tracker.
+
+        From what is here, by what those at `bases` say of it, else from its source anew. Raises ModelError.
+        """
         if fingerprint in self._shelved:
             return
-        if files:
-            kept = self._read(fingerprint)
-            if kept is not None:
-                self._shelved[fingerprint] = Shelved(kept, [])
+        if not files and await asyncio.to_thread(self._is_here, what):
+            taken = await self.take(what)
+            if taken.fingerprint == fingerprint:
                 return
-        taken = await self.take(what)
-        if taken.fingerprint != fingerprint:
-            raise HashMismatch(f"{what} is another model than when it was loaded; load it again")
+        try:
+            await self.learn(fingerprint, bases)
+        except ModelError:
+            taken = await self.take(what)
+            if taken.fingerprint != fingerprint:
+                raise HashMismatch(
+                    f"{what} is another model than when it was loaded; load it again"
+                ) from None
 
     # ------------------------------------------------------------ models that nodes hold
 
@@ -166,7 +173,7 @@ class Library:
         """The description of a model that nodes hold, from one of them. Raises ModelError."""
         if not _SHA256.match(fingerprint):
             raise FetchFailed(f"{fingerprint[:80]!r} is no fingerprint: 64 digits of a sha256")
-        known = self.model(fingerprint) or self._read(fingerprint)
+        known = self.model(fingerprint) or await asyncio.to_thread(self._read, fingerprint)
         problem: Exception = FetchFailed("no node that holds it can be asked")
         if known is None:
             headers = {PASS_HEADER: self.pass_for("tracker", fingerprint)}
@@ -180,12 +187,16 @@ class Library:
                         problem = error
         if known is None:
             raise FetchFailed(f"the model's description cannot be had: {problem}") from problem
-        self._keep(known)
+        await self._keep(known)
         return known
 
-    def _keep(self, model: ModelFile) -> None:
+    async def _keep(self, model: ModelFile) -> None:
+        shelved = await asyncio.to_thread(self._write, model)
+        # Unless its bytes turned up meanwhile.
+        self._shelved.setdefault(model.fingerprint, shelved)
+
+    def _write(self, model: ModelFile) -> Shelved:
         shelved = Shelved(model, [])
-        self._shelved[model.fingerprint] = shelved
         folder = self._store.root / "manifests"
         try:
             write_atomically(folder / f"{model.fingerprint}.manifest", shelved.manifest)
@@ -194,6 +205,7 @@ class Library:
                 path.unlink(missing_ok=True)
         except OSError as error:
             log.warning("a model's description could not be kept", reason=str(error))
+        return shelved
 
     def _read(self, fingerprint: str) -> ModelFile | None:
         path: Path = self._store.root / "manifests" / f"{fingerprint}.manifest"

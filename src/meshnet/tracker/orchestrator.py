@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,12 +10,10 @@ from typing import Any
 
 import msgspec
 import structlog
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from meshnet.protocol.calls import GenerateCall
 from meshnet.protocol.errors import ApiError
 from meshnet.protocol.openai import ChatRequest, CompletionRequest, check_tools
-from meshnet.protocol.tickets import Ticket, sign_ticket
 from meshnet.routing import Stage
 from meshnet.tracker import calls
 from meshnet.tracker.books.facade import Books
@@ -29,7 +26,7 @@ from meshnet.tracker.heads import HeadError, Heads
 from meshnet.tracker.jobs import Chosen
 from meshnet.tracker.live import LiveCall
 from meshnet.tracker.placement import Placement
-from meshnet.tracker.planning import ModelRouting, View, route_stages
+from meshnet.tracker.planning import ModelRouting
 from meshnet.tracker.prefixes import Prefixes
 from meshnet.tracker.recorder import Recorder
 from meshnet.tracker.results import Result
@@ -39,17 +36,14 @@ from meshnet.tracker.seat import Order, Seat
 from meshnet.tracker.settings import TrackerSettings
 from meshnet.tracker.settlement import Settlement
 from meshnet.tracker.shelf import Shelf
+from meshnet.tracker.signing import Signer, draw
 from meshnet.tracker.sinks import Sink
 
 DEFAULT_MAX_TOKENS = 1_024
-TICKET_MS = 600_000
 SHORT = frozenset({"insufficient_quota", "budget_exceeded"})
 TEMPLATE_BYTES = 256
 BYTES_PER_TOKEN = 3
 """A cautious guess, for planning only; what is charged is counted."""
-
-draw = random.Random(random.SystemRandom().getrandbits(256)).getrandbits
-"""Ids and seeds must differ, not be secret; asking the kernel for each costs more than all else here."""
 
 _encode = msgspec.json.Encoder().encode
 log = structlog.get_logger("meshnet.calls")
@@ -85,16 +79,12 @@ class Orchestrator:
         self.heads = heads
         self.recorder = recorder
         self.routing_of = routing_of
-        self._key = Ed25519PrivateKey.from_private_bytes(books.mesh.signing_secret)
-        self.checker = Checker(books, roster, placement, heads, recorder.console, self.sign)
+        self.signer = Signer(books.mesh.id, books.mesh.signing_secret, books.clock)
+        self.checker = Checker(books, roster, placement, heads, recorder.console, self.signer.sign)
         self._settlement = Settlement(books, self.checker)
         self._prefixes = Prefixes(roster.clock)
         self._runs: dict[str, Run] = {}
         roster.on_gone(self._node_gone)
-
-    @property
-    def ticket_public_key(self) -> bytes:
-        return self._key.public_key().public_bytes_raw()
 
     # ------------------------------------------------------------ accepting
 
@@ -112,7 +102,7 @@ class Orchestrator:
         kind = "chat" if isinstance(request, ChatRequest) else "completion"
         if isinstance(request, ChatRequest):
             check_tools(request, model.card.tools)
-        call_id = f"call-{draw(96):024x}"
+        call_id, ready = self.signer.begin(model.model_id)
         seed = request.seed if request.seed is not None else draw(63)
         prefix_key = f"account-{key.account_id}"
         plain = request.to_request()
@@ -148,6 +138,7 @@ class Orchestrator:
             fallback=fallback,
             cached_tokens=self._prefixes.find(turn),
             turn=tuple(turn),
+            ready=ready,
         )
         live = LiveCall(
             call_id=call_id,
@@ -241,7 +232,7 @@ class Orchestrator:
                 if not ends or node is None or state.node_id not in view.routable:
                     continue
                 chosen = Chosen((Stage(state.node_id, 0, max(ends)),), view, "")
-                ticket = self.sign(call_id, model.model_id, 0, chosen)
+                ticket = self.signer.sign(call_id, model.model_id, 0, chosen)
                 asked = GenerateCall(
                     call_id, 0, kind, model.model_id, request, ticket, seed, 1, prefix_key=prefix_key
                 )
@@ -264,20 +255,6 @@ class Orchestrator:
         )
 
     # ------------------------------------------------------------ what running calls need
-
-    def sign(self, call_id: str, model: str, epoch: int, chosen: Chosen) -> str:
-        """A ticket for one route, good for opening sessions within TICKET_MS."""
-        view: View = chosen.view
-        ticket = Ticket(
-            mesh_id=self.books.mesh.id,
-            call_id=call_id,
-            epoch=epoch,
-            model=model,
-            fingerprint=view.fingerprint,
-            stages=route_stages(chosen.stages, view.addresses),
-            expires_ms=self.books.clock() + TICKET_MS,
-        )
-        return sign_ticket(ticket, self._key)
 
     async def settle(self, run: Run, result: Result) -> None:
         self.placement.took(time.monotonic() - run.live.accepted_at)

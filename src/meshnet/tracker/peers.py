@@ -83,9 +83,13 @@ class PeerTrackers:
         if self._session is not None:
             await self._session.close()
 
+    def others(self) -> list[str]:
+        """Where the other trackers are."""
+        return sorted(self._urls.values())
+
     def all_urls(self) -> list[str]:
         """Where this tracker and the others are, this one first."""
-        return [self._own_url, *sorted(self._urls.values())]
+        return [self._own_url, *self.others()]
 
     # ------------------------------------------------------------ calls elsewhere
 
@@ -132,12 +136,12 @@ class PeerTrackers:
 
     async def set_drain(self, node_id: str, on: bool, reason: str) -> None:
         """Drains or takes back a node, at every tracker and across restarts."""
-        drained = dict(await self._books.settings.get(DRAINS, {}))
-        if on:
-            drained[node_id] = reason
-        else:
-            drained.pop(node_id, None)
-        await self._books.settings.put(DRAINS, drained)
+
+        def change(kept: dict[str, str] | None) -> dict[str, str]:
+            others = {each: why for each, why in (kept or {}).items() if each != node_id}
+            return {**others, node_id: reason} if on else others
+
+        await self._books.settings.change(DRAINS, change)
         self._roster.feed(DrainSet(node_id, on, reason))
 
     async def apply_drains(self) -> None:

@@ -84,6 +84,15 @@ class Placement:
         """
         future: asyncio.Future[Chosen] = asyncio.get_running_loop().create_future()
         waiting = Waiting(job.call_id, job.key, job.model, job.cost, job.urgent)
+        if not self._jobs:
+            try:
+                chosen = self._attempt(job, waiting)
+            except NoPlace as error:
+                future.set_exception(error)
+                return future
+            if chosen is not None:
+                future.set_result(chosen)
+                return future
         self.state, full = reservations.enqueue(self.state, waiting)
         if full is not None:
             message = (
@@ -210,10 +219,13 @@ class Placement:
             if not future.done():
                 future.set_result(chosen)
 
-    def _attempt(self, job: Job) -> Chosen | None:
-        """A route with room, held; None when waiting may help. Raises NoPlace when it does not."""
+    def _attempt(self, job: Job, straight: Waiting | None = None) -> Chosen | None:
+        """A route with room, held; None when waiting may help. Raises NoPlace when it does not.
+
+        `straight`: the call's place in the queue, which it has not been put into, for nobody waits.
+        """
         if job.forced:
-            return self._forced(job)
+            return self._forced(job, straight)
         problem: NoRouteAvailable | None = None
         busy = False
         for view in self.views(job.model):
@@ -231,7 +243,7 @@ class Placement:
                             "the mesh has; ask for a smaller n",
                         ) from error
                 continue
-            after, refused = self._grant(job, plan.route.stages)
+            after, refused = self._grant(job, plan.route.stages, straight)
             if refused is not None:
                 busy = True
                 continue
@@ -282,7 +294,7 @@ class Placement:
         self._plans[key] = (view, found)
         return found
 
-    def _forced(self, job: Job) -> Chosen | None:
+    def _forced(self, job: Job, straight: Waiting | None) -> Chosen | None:
         nodes: list[Node] = []
         for name in job.forced:
             node = self._roster.find(name)
@@ -304,7 +316,7 @@ class Placement:
             raise NoPlace(409, "gap", error.message) from error
         if not views:
             raise NoPlace(409, "engine_version", "the named nodes run unlike engine versions")
-        after, refused = self._grant(job, stages)
+        after, refused = self._grant(job, stages, straight)
         if refused is not None:
             return None
         self.state = after
@@ -330,9 +342,12 @@ class Placement:
         return reservations.needs_of(nodes, job.model, job.need.slots, job.need.tokens)
 
     def _grant(
-        self, job: Job, stages: tuple[Stage, ...]
+        self, job: Job, stages: tuple[Stage, ...], straight: Waiting | None
     ) -> tuple[reservations.State, reservations.NoRoom | None]:
-        return reservations.grant(self.state, job.call_id, self._needs(job, stages))
+        needs = self._needs(job, stages)
+        if straight is not None:
+            return reservations.straight(self.state, straight, needs)
+        return reservations.grant(self.state, job.call_id, needs)
 
     def _hold(
         self, job: Job, stages: tuple[Stage, ...]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Any
 
 from meshnet.protocol.errors import ApiError
@@ -10,11 +9,12 @@ from meshnet.routing import NoRouteAvailable, RouteWeights, RoutingRequest
 from meshnet.tracker import planning
 from meshnet.tracker.forms import PreviewForm, TicketForm
 from meshnet.tracker.jobs import Chosen
-from meshnet.tracker.orchestrator import TICKET_MS, Orchestrator
+from meshnet.tracker.orchestrator import Orchestrator
 from meshnet.tracker.placement import Placement
 from meshnet.tracker.planning import ModelRouting, RouteRefused, View
 from meshnet.tracker.reservations import Need
 from meshnet.tracker.shelf import Shelf
+from meshnet.tracker.signing import TICKET_MS, new_call_id
 from meshnet.tracker.tuning import Tuning
 
 
@@ -83,9 +83,9 @@ def find_model(shelf: Shelf, name: str | None) -> str:
 def signed_ticket(orchestrator: Orchestrator, shelf: Shelf, form: TicketForm) -> dict[str, Any]:
     """`{"ticket", "expires_ms"}` for a route over the named nodes, or over the cheapest. Holds no room."""
     model_id = find_model(shelf, form.model)
-    call_id = f"call-{secrets.token_hex(12)}"
+    call_id = new_call_id()
     chosen = _chosen(orchestrator, model_id, form.nodes)
-    ticket = orchestrator.sign(call_id, model_id, 0, chosen)
+    ticket = orchestrator.signer.sign(call_id, model_id, 0, chosen)
     return {
         "ticket": ticket,
         "call_id": call_id,

@@ -22,6 +22,8 @@ from meshnet.tracker.tracing import Tracing
 
 LINE_INTERVAL_S = 1.0
 PROGRESS_INTERVAL_S = 0.25
+TELL_DELAY_S = 0.05
+"""Console and log are told so much later, several at once: no call waits for that on its way."""
 
 log = structlog.get_logger("meshnet.calls")
 
@@ -51,6 +53,9 @@ class Recorder:
         self.tracing: Tracing | None = None
         self._gaps: dict[str, Histogram] = {}
         self._traces: dict[str, _Trace] = {}
+        self._untold: list[tuple[LiveCall, str, str, str, dict[str, Any]]] = []
+        self._lines: list[tuple[str, str, str, str]] = []
+        self._telling: asyncio.TimerHandle | None = None
         console.on_entry(self._entry)
 
     # ------------------------------------------------------------ a call's life
@@ -95,6 +100,7 @@ class Recorder:
         if trace is None or (now - trace.progress_at < PROGRESS_INTERVAL_S and not force):
             return
         trace.progress_at = now
+        self._tell()
         self.changed(call)
         line = _progress_line(call)
         fields: dict[str, Any] = {
@@ -155,6 +161,7 @@ class Recorder:
             else {"output_tokens": call.output_tokens}
         )
         self._say(call, f"proxy {end.outcome}", line, level=level, **fields)
+        self._tell()
         trace = self._traces.pop(call.call_id)
         if trace.due is None and trace.timer is not None:
             trace.timer.cancel()
@@ -182,19 +189,39 @@ class Recorder:
             self.feed.upsert("console", entry, self.audience_of(entry))
 
     def _say(self, call: LiveCall, event: str, line: str, *, level: str = "info", **fields: Any) -> None:
-        self.console.add(event, line, level=level, call_id=call.call_id, **fields)
-        self.changed(call)
-        trace = self._traces.get(call.call_id)
-        if trace is not None:
-            self._log(call, trace, event, line)
+        self._untold.append((call, event, line, level, fields))
+        self._tell_soon()
+
+    def _tell_soon(self) -> None:
+        if self._telling is None:
+            self._telling = asyncio.get_running_loop().call_later(TELL_DELAY_S, self.tell)
+
+    def tell(self) -> None:
+        """Tells what waits; for who stops the loop before its time has come."""
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
+        self._tell()
+        lines, self._lines = self._lines, []
+        for event, call_id, request_id, line in lines:
+            log.info(event, call_id=call_id, request_id=request_id, line=line)
+
+    def _tell(self) -> None:
+        """Brings the console up to date."""
+        untold, self._untold = self._untold, []
+        for call, event, line, level, fields in untold:
+            self.console.add(event, line, level=level, call_id=call.call_id, **fields)
+            self.changed(call)
+            trace = self._traces.get(call.call_id)
+            if trace is not None:
+                self._log(call, trace, event, line)
 
     def _log(self, call: LiveCall, trace: _Trace, event: str, line: str) -> None:
         """At most one line a second per call: what comes earlier waits, and the last of it is said."""
         now = time.monotonic()
         if trace.timer is None and now - trace.logged_at >= LINE_INTERVAL_S:
             trace.logged_at = now
-            # Not now: the call's next step, often to its head, must not wait for a line to be written.
-            asyncio.get_running_loop().call_soon(_write, event, call.call_id, call.request_id, line)
+            self._write_soon(call, event, line)
             return
         trace.due = (event, line)
         if trace.timer is None:
@@ -206,7 +233,11 @@ class Recorder:
         if trace.due is not None:
             (event, line), trace.due = trace.due, None
             trace.logged_at = time.monotonic()
-            _write(event, call.call_id, call.request_id, line)
+            self._write_soon(call, event, line)
+
+    def _write_soon(self, call: LiveCall, event: str, line: str) -> None:
+        self._lines.append((event, call.call_id, call.request_id, line))
+        self._tell_soon()
 
     def _count(self, call: LiveCall, end: End) -> None:
         metrics = self.metrics
@@ -218,10 +249,6 @@ class Recorder:
                 metrics.stage_link.labels(self._roster.name_of(times.node_id)).observe(
                     times.link_ms / times.steps / 1000
                 )
-
-
-def _write(event: str, call_id: str, request_id: str, line: str) -> None:
-    log.info(event, call_id=call_id, request_id=request_id, line=line)
 
 
 def _plain(stage: Stage, name: str) -> dict[str, Any]:

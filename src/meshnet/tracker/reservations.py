@@ -85,6 +85,9 @@ class Line(msgspec.Struct, frozen=True):
     finish: Mapping[str, float] = EMPTY
 
 
+EMPTY_LINE = Line()
+
+
 class State(msgspec.Struct, frozen=True):
     """`limit` and `limit_per_key` bound the queues of all models together."""
 
@@ -184,13 +187,10 @@ def enqueue(state: State, call: Waiting) -> tuple[State, QueueFull | None]:
     mine = sum(w.key == call.key for line in state.lines.values() for w in line.waiting) if total else 0
     if mine >= state.limit_per_key:
         return state, QueueFull(mine, "key")
-    line = state.lines.get(call.model, Line())
-    start = max(line.now, line.finish.get(call.key, 0.0))
+    line = state.lines.get(call.model, EMPTY_LINE)
+    start, finish = _turn(line, call)
     placed = replace(call, start=start, number=state.numbers)
     waiting = tuple(sorted((*line.waiting, placed), key=lambda item: item.turn))
-    finish = line.finish
-    if not call.urgent:
-        finish = frozen({**finish, call.key: start + max(call.cost, 1.0)})
     state = replace(state, numbers=state.numbers + 1)
     return _with_line(state, call.model, Line(waiting, line.now, finish)), None
 
@@ -215,6 +215,17 @@ def grant(state: State, call_id: str, needs: Needs) -> tuple[State, NoRoom | Non
     return after, None
 
 
+def straight(state: State, call: Waiting, needs: Needs) -> tuple[State, NoRoom | None]:
+    """`enqueue` and `grant` in one step, for a call that comes while nobody waits."""
+    after, refused = hold(state, call.call_id, needs)
+    if refused is not None:
+        return state, refused
+    line = state.lines.get(call.model, EMPTY_LINE)
+    start, finish = _turn(line, call)
+    passed = line if call.urgent else Line((), start, finish)
+    return _with_line(replace(after, numbers=state.numbers + 1), call.model, passed), None
+
+
 def leave(state: State, call_id: str) -> State:
     """Takes a call out of its queue, if it is in one."""
     for model, line in state.lines.items():
@@ -235,6 +246,14 @@ def position(state: State, call_id: str) -> int | None:
 def retry_after_s(waiting: int, at_once: int, average_s: float) -> int:
     """Whole seconds until a queue of `waiting` calls has moved through `at_once` slots; 1 to 120."""
     return max(1, min(120, math.ceil((waiting + 1) * average_s / max(1, at_once))))
+
+
+def _turn(line: Line, call: Waiting) -> tuple[float, Mapping[str, float]]:
+    """The virtual time at which a call that comes now starts, and the line's `finish` with it."""
+    start = max(line.now, line.finish.get(call.key, 0.0))
+    if call.urgent:
+        return start, line.finish
+    return start, frozen({**line.finish, call.key: start + max(call.cost, 1.0)})
 
 
 def _without(line: Line, call_id: str) -> Line:

@@ -18,12 +18,14 @@ from meshnet.tracker.gathering import BadEvent, Gathered
 from meshnet.tracker.heads import HeadError, Heads
 from meshnet.tracker.jobs import Chosen, NoPlace
 from meshnet.tracker.live import LiveCall
+from meshnet.tracker.patience import begun
 from meshnet.tracker.placement import Placement
 from meshnet.tracker.recorder import Recorder
 from meshnet.tracker.results import Result, as_error
 from meshnet.tracker.roster import Roster
 from meshnet.tracker.seat import Order, Seat
 from meshnet.tracker.settings import TrackerSettings
+from meshnet.tracker.signing import Signer
 
 REPAIR_PAUSE_S = 0.05
 BUSY_PAUSE_S = 0.25
@@ -41,8 +43,7 @@ class Surroundings(Protocol):
     placement: Placement
     heads: Heads
     recorder: Recorder
-
-    def sign(self, call_id: str, model: str, epoch: int, chosen: Chosen) -> str: ...
+    signer: Signer
 
     async def settle(self, run: Run, result: Result) -> None:
         """Writes the end into the books, before the client sees it."""
@@ -65,6 +66,8 @@ class Run:
     _interrupt: calls.Cancelled | None = None
     _gone: dict[str, str] = field(default_factory=dict)
     _finishing: bool = False
+    _limit: asyncio.TimerHandle | None = None
+    _untold: Chosen | None = None
 
     # ------------------------------------------------------------ from outside
 
@@ -90,9 +93,6 @@ class Run:
         """Runs the call to its end. Only a cancellation from outside `cancel` is raised."""
         self._task = asyncio.current_task()
         structlog.contextvars.bind_contextvars(call_id=self.order.call_id)
-        seconds = self.tracker.settings.call_limit_s
-        too_long = calls.Cancelled("call_limit", f"a call may take {seconds:g} s", failed_with=504)
-        limit = asyncio.get_running_loop().call_later(seconds, self.cancel, too_long)
         try:
             try:
                 end = await self._drive()
@@ -106,8 +106,16 @@ class Run:
                 end = self._end(calls.Cancelled("internal_error", message, failed_with=500))
             return await self._finish(end)
         finally:
-            limit.cancel()
+            if self._limit is not None:
+                self._limit.cancel()
             self._let_go()
+
+    def _limit_time(self) -> None:
+        """For the first time that the call waits for something; until then it takes no time worth a timer."""
+        if self._limit is None:
+            seconds = self.tracker.settings.call_limit_s
+            too_long = calls.Cancelled("call_limit", f"a call may take {seconds:g} s", failed_with=504)
+            self._limit = asyncio.get_running_loop().call_later(seconds, self.cancel, too_long)
 
     async def _interrupted(self) -> Result:
         wanted = self._interrupt is not None
@@ -179,6 +187,7 @@ class Run:
         urgent = self.state.repairing
 
         def waits() -> None:
+            self._limit_time()
             if not urgent:
                 self._step(calls.Queued())
 
@@ -220,15 +229,23 @@ class Run:
         self._gone.clear()
         live.stages = chosen.stages
         live.stage_times = ()
-        self.client.sink.route(recorder.route(chosen.stages))
         if failed and before is not None:
+            self.client.sink.route(recorder.route(chosen.stages))
             live.reroutes += 1
             recorder.rerouted(live, before.stages, failed, self.lost_why or "it failed", chosen.reason)
             # Whoever is passed by may be alive, and cut off from those who would tell it so.
             passed = {s.node_id for s in before.stages} - {s.node_id for s in chosen.stages}
             self.tracker.roster.end_call(passed, self.order.call_id, self.state.epoch + 1)
         else:
-            recorder.route_selected(live, chosen.reason, dict(chosen.view.addresses))
+            self._untold = chosen
+
+    def _tell_route(self) -> None:
+        """Tells of a first route."""
+        chosen, self._untold = self._untold, None
+        if chosen is not None:
+            recorder = self.tracker.recorder
+            self.client.sink.route(recorder.route(chosen.stages))
+            recorder.route_selected(self.live, chosen.reason, dict(chosen.view.addresses))
 
     async def _use_fallback(self) -> calls.Event:
         fallback = self.order.fallback
@@ -245,13 +262,17 @@ class Run:
 
     def _sign(self) -> str:
         assert self.seat.chosen is not None
-        return self.tracker.sign(self.order.call_id, self.seat.model, self.state.epoch, self.seat.chosen)
+        call_id, model, chosen = self.order.call_id, self.seat.model, self.seat.chosen
+        if self.state.epoch == 0:
+            return self.tracker.signer.first(call_id, model, chosen, self.order.ready)
+        return self.tracker.signer.sign(call_id, model, self.state.epoch, chosen)
 
     async def _open(self) -> calls.Event:
         order, gathered = self.order, self.gathered
         gathered.attempt += 1
         node = self.tracker.roster.state.nodes.get(self.state.head)
         if node is None or not node.connected:
+            self._tell_route()
             return self._head_failed("lost", "it left the mesh")
         self.attempt = Attempt(self.tracker.heads, node.way)
         request = GenerateCall(
@@ -269,7 +290,14 @@ class Run:
             spans=gathered.spans,
         )
         try:
-            await self.attempt.open(request, self.tracker.settings.first_event_s)
+            try:
+                opening = begun(self.attempt.open(request, self.tracker.settings.first_event_s))
+            finally:
+                # The head has the request: now is time for what that need not wait for.
+                self._limit_time()
+                self._tell_route()
+                self.client.sink.prepare()
+            await opening
         except (Silent, Disturbed, HeadError) as error:
             return self._attempt_failed(error)
         self._step(calls.Connected())
@@ -321,9 +349,11 @@ class Run:
                 counted, fresh, final = self.gathered.take(events, self.live)
             except BadEvent as error:
                 return self._head_failed("bad_event", str(error))
+            # The client first; what is told of the call can wait for that.
+            unsent = self.client.begin(events[:counted]) if counted else None
             self._count(fresh)
-            if counted:
-                await self.client.send(events[:counted])
+            if unsent is not None:
+                await unsent
             if final is not None:
                 return self._decide(final)
             attempt.heard()

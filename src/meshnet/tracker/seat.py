@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from meshnet.routing import RoutingRequest, Stage
 from meshnet.tracker.jobs import Chosen, Job, NoPlace
 from meshnet.tracker.live import LiveCall
@@ -14,20 +16,20 @@ from meshnet.tracker.placement import Placement
 from meshnet.tracker.recorder import Recorder
 from meshnet.tracker.reservations import Need
 from meshnet.tracker.settings import TrackerSettings
+from meshnet.tracker.signing import Ready
 
 POSITION_S = 1.0
 """How often a waiting call's position is looked at."""
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
+class Order(msgspec.Struct, frozen=True):
     """An accepted call: what is to be run, for whom, within which limits."""
 
     call_id: str
     kind: str
     model: str
     key: str
-    request: dict[str, Any] = field(repr=False)
+    request: dict[str, Any]
     n: int
     seed: int
     max_tokens: int
@@ -36,10 +38,16 @@ class Order:
     prefix_key: str
     forced: tuple[str, ...] = ()
     fallback: str | None = None
-    cached_tokens: Mapping[str, int] = field(default_factory=dict)
+    cached_tokens: Mapping[str, int] = {}
     """Tokens of the prompt that nodes probably hold from an earlier turn."""
     turn: tuple[bytes, ...] = ()
     """Hashes of the conversation's prefixes (prefixes.py)."""
+    ready: Ready | None = None
+    """A ticket that was signed ahead for this call's id (signing.py)."""
+
+    def __repr__(self) -> str:
+        """Without the request, which holds the prompt, and without the ticket."""
+        return f"Order(call_id={self.call_id!r}, model={self.model!r}, key={self.key!r})"
 
 
 @dataclass(slots=True)

@@ -169,7 +169,7 @@ class Server:
                 registrar=registrar,
                 wishes=wishes,
                 library=library,
-                steward=Steward(roster, shelf, wishes, library, books.clock),
+                steward=Steward(roster, shelf, wishes, library, books.clock, peers.others),
                 started_s=int(time.time()),
             )
             door = FrontDoor(settings, authenticator, orchestrator, shelf)
@@ -177,7 +177,7 @@ class Server:
                 mesh_id=books.mesh.id,
                 secret=books.mesh.signing_secret,
                 tracker_id=books.trackers.id,
-                ticket_public_key=orchestrator.ticket_public_key,
+                ticket_public_key=orchestrator.signer.public_key,
                 heartbeat_ms=settings.heartbeat_ms,
                 lease_ms=settings.lease_ms,
             )
@@ -236,8 +236,10 @@ class Server:
             await self.tracker.orchestrator.checker.stop()
         if self._roster is not None:
             await self._roster.stop()
-        if self.tracker is not None and self.tracker.recorder.tracing is not None:
-            await asyncio.to_thread(self.tracker.recorder.tracing.stop)
+        if self.tracker is not None:
+            self.tracker.recorder.tell()
+            if self.tracker.recorder.tracing is not None:
+                await asyncio.to_thread(self.tracker.recorder.tracing.stop)
         if self._grpc is not None:
             await self._grpc.stop(GRPC_GRACE_S)
         if self._tuning is not None:

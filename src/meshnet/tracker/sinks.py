@@ -33,6 +33,9 @@ class Sink(Protocol):
     @property
     def sent_bytes(self) -> int: ...
 
+    def prepare(self) -> None:
+        """Makes ready what the first events will need, while there is time."""
+
     async def send(self, events: Sequence[AnyEvent]) -> None: ...
 
     async def keep_alive(self, phase: str, detail: str) -> None: ...
@@ -50,16 +53,26 @@ class Sink(Protocol):
 class StreamSink:
     """Server-sent events; what arrived together goes out in one piece."""
 
-    def __init__(self, send: Send, renderer: ChunkRenderer, headers: list[Header]) -> None:
+    def __init__(self, send: Send, make: Callable[[], ChunkRenderer], headers: list[Header]) -> None:
         self._send = send
-        self._renderer = renderer
+        self._make = make
+        self._made: ChunkRenderer | None = None
         self._headers = headers
         self._open = False
         self.sent_bytes = 0
 
     @property
+    def _renderer(self) -> ChunkRenderer:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    def prepare(self) -> None:
+        self._made = self._renderer
+
+    @property
     def started(self) -> bool:
-        return self._renderer.started
+        return self._made is not None and self._made.started
 
     @property
     def shows(self) -> bool:
@@ -105,6 +118,9 @@ class AnswerSink:
         self._assembler = assemble()
         self._headers = headers
         self.sent_bytes = 0
+
+    def prepare(self) -> None:
+        """All is ready."""
 
     @property
     def started(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -28,7 +28,7 @@ from meshnet.tracker.wishes import Wish, Wishes
 
 LOOK_S = 5.0
 """How often it looks when nothing has happened."""
-SETTLE_S = 0.1
+SETTLE_S = 0.05
 """What comes together is looked at together: machines are often started at the same time."""
 GRACE_S = 5.0
 """A node that was lost is waited for so long before others take its layers: it comes back with them."""
@@ -80,16 +80,20 @@ class Steward:
         wishes: Wishes,
         library: Library,
         now_ms: Callable[[], int],
+        others: Callable[[], Sequence[str]] = tuple,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`changed` is called when what `view` shows may have changed."""
+        """`others`: addresses of the mesh's other trackers. `changed` is called when what `view` shows may
+        have changed."""
         self._roster = roster
         self._shelf = shelf
         self._wishes = wishes
         self._library = library
         self._now_ms = now_ms
+        self._others = others
         self._changed = changed
         self._wake = asyncio.Event()
+        self._wished = asyncio.Event()
         self._numbers = count(1)
         self._jobs: dict[str, _Job] = {}
         self._failed: dict[tuple[str, str], tuple[float, str]] = {}
@@ -107,6 +111,7 @@ class Steward:
         roster.on_change(self._node_changed)
         roster.on_answer(self._answered)
         wishes.on_change(self._wake.set)
+        wishes.on_change(self._wished.set)
 
     def start(self) -> None:
         self._spawn(self._run(), "steward")
@@ -212,15 +217,19 @@ class Steward:
         self._wake.set()
 
     async def _restore(self) -> None:
-        """What was asked for in an earlier run is known again."""
-        for wish in list(self._wishes.kept.models.values()):
-            if not wish.source:
-                continue
-            try:
-                await self._library.restore(wish.source, wish.fingerprint, wish.files)
-            except (ModelError, OSError, ValueError) as error:
-                log.warning("a model is not known any more", model=wish.model_id, reason=str(error))
-        self._wake.set()
+        """What was asked for in an earlier run, or at another tracker, is known here."""
+        while True:
+            self._wished.clear()
+            for wish in list(self._wishes.kept.models.values()):
+                if not wish.source:
+                    continue
+                bases = [*self._others(), *self._bases(wish.fingerprint, "")]
+                try:
+                    await self._library.restore(wish.source, wish.fingerprint, wish.files, bases)
+                except (ModelError, OSError, ValueError) as error:
+                    log.warning("a model is not known here", model=wish.model_id, reason=str(error))
+            self._wake.set()
+            await self._wished.wait()
 
     # ------------------------------------------------------------ looking
 
@@ -327,7 +336,8 @@ class Steward:
             file = self._library.model(fingerprint)
             if file is None and self._unknown.get(fingerprint, 0.0) <= clock:
                 try:
-                    file = await self._library.learn(fingerprint, self._bases(fingerprint, ""))
+                    bases = [*self._bases(fingerprint, ""), *self._others()]
+                    file = await self._library.learn(fingerprint, bases)
                 except ModelError as error:
                     self._unknown[fingerprint] = clock + RETRY_S
                     log.info("a model's description is not known yet", model=model_id, reason=str(error))
@@ -376,7 +386,7 @@ class Steward:
                 cuts=tuple(
                     cut for cut in borders(self._nodes(), load.model_id) if load.first < cut <= load.last
                 ),
-                sources=(*self._bases(fingerprint, load.node_id), "/"),
+                sources=(*self._bases(fingerprint, load.node_id), "/", *self._others()[:MAX_SOURCES]),
                 files=wish.files if wish is not None else (),
                 weights_pass=self._library.pass_for(load.node_id, fingerprint),
                 aliases=tuple(sorted(names)),

@@ -21,7 +21,10 @@ from meshnet.protocol.calls import TICKET_HEADER
 HIGH_WATER = 64 << 10
 """Bytes read ahead of whoever reads the body; beyond them the peer is held back by TCP."""
 MAX_IDLE = 256
-IDLE_S = 4.0
+IDLE_S = 60.0
+"""Nodes keep a silent connection for longer (KEEP_ALIVE_S in node/http.py)."""
+SPARE_DELAY_S = 0.05
+"""So long after the last idle connection was taken another is opened, if none has come back by then."""
 _TICKET = TICKET_HEADER.encode("ascii")
 TICK_S = 0.1
 
@@ -58,7 +61,7 @@ class Exchange(asyncio.Protocol):
         self._reusable = False
         self.status = 0
         self.used = False
-        """Has carried a request before."""
+        """Has waited in the pool, where the peer may have closed it unnoticed."""
         self.deadline = 0.0
 
     # ------------------------------------------------------------ asyncio's and the parser's callbacks
@@ -207,6 +210,7 @@ class WireClient:
         self._open: set[Exchange] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._targets: dict[str, tuple[str, int, bytes]] = {}
+        self._spares: dict[Key, asyncio.TimerHandle | asyncio.Task[None]] = {}
 
     async def post(
         self,
@@ -223,9 +227,14 @@ class WireClient:
         `name`: whom the certificate of the peer must be for, with TLS.
         """
         host, port, host_header = self._target(base_url)
-        exchange = None if fresh else self._take((host, port, name))
+        key = (host, port, name)
+        exchange = None if fresh else self._take(key)
         if exchange is None:
-            exchange = await self._connect(host, port, name)
+            exchange = await self._connect(*key)
+        if not self._idle.get(key) and key not in self._spares:
+            # While calls come faster than connections are free, the next one need not wait for a new one.
+            timer = asyncio.get_running_loop().call_later(SPARE_DELAY_S, self._begin_spare, key)
+            self._spares[key] = timer
         head = (
             b"POST %s HTTP/1.1\r\nhost: %s\r\n%s: %s\r\ncontent-type: application/json\r\ncontent-length: "
             % (path.encode("ascii"), host_header, _TICKET, ticket.encode("ascii"))
@@ -236,6 +245,8 @@ class WireClient:
     async def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        for spare in self._spares.values():
+            spare.cancel()
         for exchange in list(self._open):
             exchange.close()
         await asyncio.sleep(0)
@@ -262,6 +273,20 @@ class WireClient:
         self._waiting.discard(exchange)
 
     # ------------------------------------------------------------ within
+
+    def _begin_spare(self, key: Key) -> None:
+        if self._idle.get(key):
+            del self._spares[key]
+        else:
+            self._spares[key] = asyncio.create_task(self._open_spare(key), name="spare connection")
+
+    async def _open_spare(self, key: Key) -> None:
+        try:
+            self.keep(key, await self._connect(*key))
+        except WireError:
+            pass  # whoever needs the peer will say what is wrong with it
+        finally:
+            del self._spares[key]
 
     def _tick(self) -> None:
         loop = asyncio.get_running_loop()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
-import structlog
 
 from meshnet.protocol.errors import ApiError
 from meshnet.tracker.books.facade import Books
@@ -16,8 +13,6 @@ from meshnet.tracker.kept import KeptSetting
 SETTING = "models"
 MAX_MODELS = 256
 MAX_ALIASES = 1_000
-
-log = structlog.get_logger("meshnet.wishes")
 
 
 class Wish(msgspec.Struct, frozen=True):
@@ -45,9 +40,13 @@ class Wishes:
     def __init__(self, books: Books) -> None:
         self.kept = Kept()
         self._listeners: list[Callable[[], None]] = []
-        self._lock = asyncio.Lock()
-        self._setting = KeptSetting(
-            books, SETTING, "the models asked for", lambda value: self._take(_read(value))
+        self._setting = KeptSetting[Kept](
+            books,
+            SETTING,
+            "the models asked for",
+            read=lambda value: msgspec.convert(value, Kept),
+            plain=msgspec.to_builtins,
+            take=self._take,
         )
 
     async def start(self) -> None:
@@ -70,7 +69,7 @@ class Wishes:
             off = tuple(each for each in kept.off if each != wish.model_id)
             return msgspec.structs.replace(kept, models=models, off=off)
 
-        await self._change(change)
+        await self._setting.change(change)
 
     async def unload(self, model_id: str) -> None:
         """The mesh is not to place a model any more. Raises ApiError."""
@@ -81,11 +80,11 @@ class Wishes:
             default = "" if kept.default == model_id else kept.default
             return msgspec.structs.replace(kept, models=models, off=off, default=default)
 
-        await self._change(change)
+        await self._setting.change(change)
 
     async def set_default(self, model_id: str) -> None:
         """The model of clients without a wish; empty: the first that is complete. Raises ApiError."""
-        await self._change(lambda kept: msgspec.structs.replace(kept, default=model_id))
+        await self._setting.change(lambda kept: msgspec.structs.replace(kept, default=model_id))
 
     async def set_alias(self, alias: str, model_id: str) -> None:
         """A further name for a model; an empty id forgets the name. Raises ApiError."""
@@ -100,24 +99,10 @@ class Wishes:
                 raise ApiError(400, f"a mesh has at most {MAX_ALIASES} aliases", param="alias")
             return msgspec.structs.replace(kept, aliases=aliases)
 
-        await self._change(change)
-
-    async def _change(self, change: Callable[[Kept], Kept]) -> None:
-        async with self._lock:
-            fresh = change(_read(await self._setting.read()))
-            await self._setting.put(msgspec.to_builtins(fresh))
-            self._take(fresh)
+        await self._setting.change(change)
 
     def _take(self, fresh: Kept) -> None:
         if fresh != self.kept:
             self.kept = fresh
             for listener in self._listeners:
                 listener()
-
-
-def _read(value: Any) -> Kept:
-    try:
-        return msgspec.convert(value, Kept)
-    except msgspec.ValidationError as error:
-        log.warning("the models asked for cannot be read", error=str(error))
-        return Kept()

@@ -1,5 +1,6 @@
 // The one event stream that feeds every tab: a snapshot, then deltas, applied once per animation frame.
 
+import { flushSync } from 'svelte';
 import { SvelteMap } from 'svelte/reactivity';
 import { reportStatus } from './client';
 import { readSse, type SseEvent } from './sse';
@@ -13,8 +14,10 @@ const SILENCE_MS = 25_000;
 const HIDDEN_MS = 60_000;
 const RETRY_MS = [300, 700, 1500, 3000, 5000];
 
-/** Calls, nodes and models that change on the page in one frame; a burst goes on in the next. */
-const PER_FRAME = 24;
+/** Milliseconds of a frame that changes may take, with what they do to the page; a burst goes on in the next. */
+const BUDGET_MS = 4;
+/** Calls, nodes and models that change on the page before the clock is looked at again. */
+const BATCH = 2;
 /** Calls that are kept; the ones that ended first are forgotten first. */
 const CALL_LIMIT = 1000;
 
@@ -167,8 +170,17 @@ export class Live {
     else requestAnimationFrame(flush);
   }
 
-  /** Applies a frame's worth of what waits, so that a burst is drawn over several frames. */
-  flush(limit = document.hidden ? Infinity : PER_FRAME): void {
+  /** Applies what waits for as long as a frame may take, so that a burst is drawn over several frames. */
+  flush(budget = document.hidden ? Infinity : BUDGET_MS): void {
+    const until = performance.now() + budget;
+    do {
+      this.apply(budget === Infinity ? Infinity : BATCH);
+      flushSync();
+    } while (this.changes.size > 0 && performance.now() < until);
+    if (this.changes.size > 0) this.schedule();
+  }
+
+  private apply(limit: number): void {
     const lines = new Map<number, ConsoleEvent>();
     const gone = new Set<number>();
     let ring: readonly ConsoleEvent[] = this.console;
@@ -205,7 +217,6 @@ export class Live {
     if (lines.size > 0 || gone.size > 0) this.console = mergeConsole(ring, lines, gone);
     if (this.calls.size > CALL_LIMIT) this.forgetCalls();
     if (moved) this.sumUp(ended);
-    if (this.changes.size > 0) this.schedule();
   }
 
   /** What the lists of calls need, once per frame: a reader of `calls` as a whole pays for each change of each. */

@@ -5,7 +5,7 @@ export class Gradual {
 
   constructor(
     private readonly total: () => number,
-    private readonly perFrame = 12,
+    private readonly perFrame = 6,
   ) {
     this.limit = perFrame;
     $effect(() => {

@@ -161,6 +161,7 @@ export class Chats {
     };
     this.messages = [...this.messages, question];
     void this.keep(() => this.store.saveMessages(question));
+    void this.change(conversation.id, { leaf: question.id }, true);
     await this.answer(conversation, question.id);
   }
 
@@ -179,6 +180,8 @@ export class Chats {
     const path = pathTo(this.messages, question);
     const run = new Run(message, (growing) => void this.keep(() => this.store.saveMessages(growing)));
     this.runs.set(message.id, run);
+    // The question is on the page before the answer's bubble is made: one piece of work less at a time.
+    await new Promise((resolve) => setTimeout(resolve));
     this.messages = [...this.messages, message];
     void this.keep(() => this.store.saveMessages(message));
     void this.change(conversation.id, { leaf: message.id }, true);

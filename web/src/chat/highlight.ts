@@ -1,61 +1,57 @@
-// Colours in code blocks. The highlighter and each language are loaded when a block first asks for them.
+// Colours in code blocks: a worker finds them, the page takes them over in slices.
 
-import type { HLJSApi, LanguageFn } from 'highlight.js';
+import type { Coloured, Job } from './highlight.worker';
 
-type Loader = () => Promise<{ default: LanguageFn }>;
-
-const loaders: Record<string, Loader> = {
-  bash: () => import('highlight.js/lib/languages/bash'),
-  c: () => import('highlight.js/lib/languages/c'),
-  cpp: () => import('highlight.js/lib/languages/cpp'),
-  css: () => import('highlight.js/lib/languages/css'),
-  diff: () => import('highlight.js/lib/languages/diff'),
-  go: () => import('highlight.js/lib/languages/go'),
-  ini: () => import('highlight.js/lib/languages/ini'),
-  java: () => import('highlight.js/lib/languages/java'),
-  javascript: () => import('highlight.js/lib/languages/javascript'),
-  json: () => import('highlight.js/lib/languages/json'),
-  markdown: () => import('highlight.js/lib/languages/markdown'),
-  python: () => import('highlight.js/lib/languages/python'),
-  rust: () => import('highlight.js/lib/languages/rust'),
-  sql: () => import('highlight.js/lib/languages/sql'),
-  typescript: () => import('highlight.js/lib/languages/typescript'),
-  xml: () => import('highlight.js/lib/languages/xml'),
-  yaml: () => import('highlight.js/lib/languages/yaml'),
-};
-
-const aliases: Record<string, string> = {
-  sh: 'bash', shell: 'bash', zsh: 'bash', console: 'bash',
-  'c++': 'cpp', cc: 'cpp', h: 'c', hpp: 'cpp',
-  golang: 'go',
-  toml: 'ini', conf: 'ini',
-  js: 'javascript', jsx: 'javascript', mjs: 'javascript',
-  md: 'markdown',
-  py: 'python', python3: 'python',
-  rs: 'rust',
-  ts: 'typescript', tsx: 'typescript',
-  html: 'xml', svg: 'xml', svelte: 'xml', vue: 'xml',
-  yml: 'yaml',
-  patch: 'diff',
-};
-
-/** Longer blocks stay plain: colouring them would hold a frame for too long. */
+/** Longer blocks stay plain: thousands of coloured words make every later layout slow. */
 const LIMIT = 20_000;
+/** Coloured words that are put on the page in one frame. */
+const PER_FRAME = 150;
 
-let core: Promise<HLJSApi> | null = null;
+let worker: Worker | null = null;
+let jobs = 0;
+const waiting = new Map<number, (html: string) => void>();
 
 export async function highlight(code: HTMLElement): Promise<void> {
-  const asked = (code.dataset.language ?? '').toLowerCase();
-  const name = aliases[asked] ?? asked;
-  const loader = loaders[name];
-  const source = code.textContent ?? '';
-  if (loader === undefined || source.length > LIMIT) return;
-  core ??= import('highlight.js/lib/core').then((module) => module.default);
-  const [hljs, language] = await Promise.all([core, loader()]);
-  if (hljs.getLanguage(name) === undefined) hljs.registerLanguage(name, language.default);
-  await new Promise<void>((resolve) => setTimeout(resolve));
-  // The highlighter escapes the source; a template holds its spans without running anything.
+  const language = (code.dataset.language ?? '').toLowerCase();
+  const source = (code.textContent ?? '').replace(/\n$/, '');
+  if (language === '' || source.length > LIMIT) return;
+  const html = await coloured(language, source);
+  if (html === '' || (code.textContent ?? '').replace(/\n$/, '') !== source) return;
   const template = document.createElement('template');
-  template.innerHTML = hljs.highlight(source, { language: name, ignoreIllegals: true }).value;
-  code.replaceChildren(template.content);
+  template.innerHTML = html;
+  const text = document.createTextNode(source);
+  code.replaceChildren(text);
+  while (template.content.firstChild !== null) {
+    const slice = document.createDocumentFragment();
+    for (let left = PER_FRAME; left > 0 && template.content.firstChild !== null; left--) {
+      slice.append(template.content.firstChild);
+    }
+    text.deleteData(0, slice.textContent?.length ?? 0);
+    code.insertBefore(slice, text);
+    if (text.length > 0) await new Promise((resolve) => requestAnimationFrame(resolve));
+  }
+  text.remove();
+}
+
+function coloured(language: string, source: string): Promise<string> {
+  worker ??= started();
+  const job: Job = { id: (jobs += 1), language, source };
+  return new Promise((resolve) => {
+    waiting.set(job.id, resolve);
+    worker?.postMessage(job);
+  });
+}
+
+function started(): Worker {
+  const made = new Worker(new URL('./highlight.worker.ts', import.meta.url), { type: 'module' });
+  made.addEventListener('message', ({ data }: MessageEvent<Coloured>) => {
+    waiting.get(data.id)?.(data.html);
+    waiting.delete(data.id);
+  });
+  // Without it, code stays plain.
+  made.addEventListener('error', () => {
+    for (const resolve of waiting.values()) resolve('');
+    waiting.clear();
+  });
+  return made;
 }

@@ -282,14 +282,18 @@ async def get_rules(books: Books, request: Request) -> Response:
 
 async def change_rules(books: Books, request: Request) -> Response:
     change = (await _form(request, forms.RulesChange)).model_dump(exclude_unset=True)
+    if "guard" in change:
+        guard: dict[str, Any] | None = change["guard"]
+
+        def fresh(kept: Any) -> dict[str, Any]:
+            merged = {} if guard is None else {**(kept or {}), **guard}
+            rules = {name: value for name, value in merged.items() if value is not None}
+            GuardRules.from_dict(rules)
+            return rules
+
+        await books.settings.change(SETTING, fresh)
     if "mesh_share" in change:
         await books.settings.put(MESH_SHARE, change["mesh_share"] or 0)
-    if "guard" in change:
-        kept = dict(await books.settings.get(SETTING, {})) if change["guard"] is not None else {}
-        kept |= change["guard"] or {}
-        rules = {name: value for name, value in kept.items() if value is not None}
-        GuardRules.from_dict(rules)
-        await books.settings.put(SETTING, rules)
     return await _rules(books)
 
 

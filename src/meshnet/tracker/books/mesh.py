@@ -14,7 +14,7 @@ import secrets
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from sqlalchemy import Connection, Row, func, insert, select, update
 
@@ -28,6 +28,8 @@ from meshnet.tracker.books.watch import Watch, bump
 INVITE_MS: Final = 24 * 3_600_000
 """How long an invitation holds by default."""
 MAX_SETTING_BYTES: Final = 1 << 20
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,32 +269,53 @@ class Settings:
 
     async def put(self, name: str, value: Any) -> None:
         """Keeps a JSON value under `name`; all trackers see it within 2 seconds, this one at once."""
-        text = json.dumps(value, separators=(",", ":"), sort_keys=True, allow_nan=False)
-        if len(text) > MAX_SETTING_BYTES:
-            raise BooksError(
-                f"setting {name!r} has {len(text)} bytes; at most {MAX_SETTING_BYTES} are kept",
-                code="bad_setting",
-                param=name,
-            )
+        text = _as_text(name, value)
+        await self._write(lambda connection: self._set(connection, name, text))
 
-        def write(connection: Connection) -> None:
-            upsert(
-                connection,
-                schema.settings,
-                [{"name": name, "value": text, "changed_at": self._clock()}],
-                replace=("value", "changed_at"),
-            )
-            bump(connection, "settings")
+    async def change(self, name: str, change: Callable[[Any], Any]) -> Any:
+        """Keeps `change(value)` in one transaction, so that no change of another tracker is lost; returns it.
 
-        await self._storage.write(write)
-        self._watch.changed("settings")
+        `change` gets what is kept, or None, and runs in another thread; what it raises leaves all as it is.
+        """
+
+        def write(connection: Connection) -> Any:
+            query = select(schema.settings.c.value).where(schema.settings.c.name == name)
+            kept = connection.execute(query).scalar_one_or_none()
+            value = change(None if kept is None else json.loads(kept))
+            self._set(connection, name, _as_text(name, value))
+            return value
+
+        return await self._write(write)
 
     async def delete(self, name: str) -> None:
         """Forgets a setting; its default holds again."""
+        await self._write(
+            lambda connection: connection.execute(
+                schema.settings.delete().where(schema.settings.c.name == name)
+            )
+        )
 
-        def write(connection: Connection) -> None:
-            connection.execute(schema.settings.delete().where(schema.settings.c.name == name))
+    def _set(self, connection: Connection, name: str, text: str) -> None:
+        row = {"name": name, "value": text, "changed_at": self._clock()}
+        upsert(connection, schema.settings, [row], replace=("value", "changed_at"))
+
+    async def _write(self, write: Callable[[Connection], T]) -> T:
+        def alone(connection: Connection) -> T:
+            # First: whoever changes settings at the same time waits for this row until it is committed.
             bump(connection, "settings")
+            return write(connection)
 
-        await self._storage.write(write)
+        done = await self._storage.write(alone)
         self._watch.changed("settings")
+        return done
+
+
+def _as_text(name: str, value: Any) -> str:
+    text = json.dumps(value, separators=(",", ":"), sort_keys=True, allow_nan=False)
+    if len(text) > MAX_SETTING_BYTES:
+        raise BooksError(
+            f"setting {name!r} has {len(text)} bytes; at most {MAX_SETTING_BYTES} are kept",
+            code="bad_setting",
+            param=name,
+        )
+    return text

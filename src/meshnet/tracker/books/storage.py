@@ -193,6 +193,11 @@ class Storage:
             raise BooksUnavailable(f"the database at {self.label} cannot be reached: {error}") from error
 
     @property
+    def in_thread(self) -> bool:
+        """Whether `write` is carried out by a thread of its own, which begins while the caller goes on."""
+        return self.kind == "sqlite"
+
+    @property
     def label(self) -> str:
         """The database's address without its password."""
         return self.url.render_as_string(hide_password=True)

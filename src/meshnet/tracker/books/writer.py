@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -21,6 +22,7 @@ from meshnet.tracker.books.batch import Answer, carry_out
 from meshnet.tracker.books.ledger import Command
 from meshnet.tracker.books.records import BooksUnavailable, Clock
 from meshnet.tracker.books.storage import Storage
+from meshnet.tracker.patience import begun
 
 MAX_BATCH: Final = 256
 MAX_QUEUED: Final = 20_000
@@ -54,6 +56,9 @@ class Writer:
         self._wanted = asyncio.Event()
         self._hurry = asyncio.Event()
         self._closing = False
+        self._resting = False
+        self._begun: Awaitable[None] | None = None
+        """A transaction that `submit` began, for the task to see to its end."""
         self._task = asyncio.create_task(self._run(), name="books-writer")
 
     @property
@@ -66,6 +71,9 @@ class Writer:
         done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._put(_Queued(command, durable, done))
         self._hurry.set()
+        if self._resting and self._begun is None and self._storage.in_thread:
+            # The thread need not wait until the task has its turn.
+            self._begun = begun(self._carry_out(self._batch()))
         return await done
 
     def post(self, command: Command) -> None:
@@ -99,21 +107,30 @@ class Writer:
 
     async def _run(self) -> None:
         while True:
+            self._resting = True
             await self._wanted.wait()
-            if not self._queue:
-                if self._closing:
-                    return
-                self._wanted.clear()
-                continue
-            if not self._hurry.is_set() and len(self._queue) < MAX_BATCH:
+            if self._begun is None and not self._hurry.is_set() and 0 < len(self._queue) < MAX_BATCH:
                 try:
                     await asyncio.wait_for(self._hurry.wait(), LINGER_S)
                 except TimeoutError:
                     pass
-            batch = [self._queue.popleft() for _ in range(min(MAX_BATCH, len(self._queue)))]
-            if not self._queue and not self._closing:
-                self._hurry.clear()
-            await self._carry_out(batch)
+            self._resting = False
+            if self._begun is not None:
+                transaction, self._begun = self._begun, None
+                await transaction
+            elif self._queue:
+                await self._carry_out(self._batch())
+            elif self._closing:
+                return
+            else:
+                self._wanted.clear()
+
+    def _batch(self) -> list[_Queued]:
+        """Takes what waits, up to MAX_BATCH commands."""
+        batch = [self._queue.popleft() for _ in range(min(MAX_BATCH, len(self._queue)))]
+        if not self._queue and not self._closing:
+            self._hurry.clear()
+        return batch
 
     async def _carry_out(self, batch: list[_Queued], *, again: bool = True) -> None:
         try:
