@@ -21,6 +21,7 @@ from meshnet.node.dataplane import DataPlane, DataPlaneServer
 from meshnet.node.drafts import NEVER, Policy
 from meshnet.node.headcalls import HeadCalls
 from meshnet.node.headmodel import HeadModel
+from meshnet.node.lines import LineDialler
 from meshnet.node.links import Links
 from meshnet.node.ring import SentRing
 from meshnet.node.sessions import Shard
@@ -118,18 +119,21 @@ class Bench:
         n_ctx: int = 1024,
         ring: SentRing | None = None,
         drafting: Policy = NEVER,
+        lines: bool = True,
     ) -> BenchNode:
         node_id = f"n{next(self._numbers)}-{secrets.token_hex(3)}"
         verifier = Verifier()
         verifier.use(MESH, self.key.public_key())
         plane: list[DataPlane] = []
-        links = Links(lambda: plane[0].hello())
+        links = Links(lambda: plane[0].hello(), lines=LineDialler() if lines else None)
         stages = Stages(node_id, links, verifier.verify, ring=ring)
         models: dict[int, HeadModel] = {}
         heads = HeadCalls(stages, verifier.verify, lambda shard: models[shard.number], drafting)
         plane.append(DataPlane(node_id, lambda: MESH, stages, heads))
         server = DataPlaneServer(plane[0])
         await server.start("127.0.0.1", 0)
+        if lines:
+            await server.offer_lines("127.0.0.1")
         stages.executor.start()
         engine = await asyncio.to_thread(
             LlamaEngine.load,

@@ -64,6 +64,13 @@ def node(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "",
     port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0 takes a free one.")] = 7000,
     grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="gRPC port; 0 takes a free one.")] = 7001,
+    line_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port for direct lines between nodes; 0 takes a free one.")
+    ] = 0,
+    no_lines: Annotated[
+        bool,
+        typer.Option("--no-lines", help="No direct lines: nodes speak to this one by gRPC alone."),
+    ] = False,
     advertise: Annotated[str, typer.Option(help="Host that others are told to dial.")] = "",
     advertise_port: Annotated[
         int, typer.Option(min=0, max=65535, help="HTTP port that others are told to dial; 0: --port.")
@@ -154,6 +161,8 @@ def node(
         host=host,
         port=port,
         grpc_port=grpc_port,
+        line_port=line_port,
+        lines=not no_lines,
         advertise=advertise,
         advertise_port=advertise_port,
         advertise_grpc_port=advertise_grpc_port,

@@ -43,6 +43,7 @@ from meshnet.node.http import HttpServer, NodeHttp
 from meshnet.node.identity import IdentityError, Keeper, default_folder
 from meshnet.node.joininfo import JoinFailed, JoinInfo, TrackerGone, elsewhere, read_join_info
 from meshnet.node.limits import available_memory, memory_limit, usable_cores
+from meshnet.node.lines import LineDialler
 from meshnet.node.links import Links
 from meshnet.node.loader import EngineOptions, Holding, Loader, LoadError, in_thread, parse_layers, times
 from meshnet.node.measure import LinkMeasurer
@@ -60,6 +61,7 @@ from meshnet.process import watch_parent
 from meshnet.protocol import PROTOCOL_VERSION
 from meshnet.protocol import membership_pb2 as pb
 from meshnet.protocol.addresses import bracketed
+from meshnet.protocol.keys import name_of
 from meshnet.protocol.passes import PASS_HEADER
 
 PROBED_FIRST_S = 15.0
@@ -95,6 +97,9 @@ class NodeOptions:
     host: str = ""
     port: int = 7000
     grpc_port: int = 7001
+    line_port: int = 0
+    lines: bool = True
+    """Whether frames between nodes may go over direct lines."""
     advertise: str = ""
     advertise_port: int = 0
     advertise_grpc_port: int = 0
@@ -131,7 +136,8 @@ class Node:
             pin=options.pin,
             insecure=options.insecure,
         )
-        self._links = Links(lambda: self._plane.hello(), self._wallet.channel)
+        lines = LineDialler(self._wallet.client_context, name_of) if options.lines else None
+        self._links = Links(lambda: self._plane.hello(), self._wallet.channel, lines)
         self._link_dtypes: dict[str, str] = {}
         self.stages = Stages(
             self.node_id,
@@ -257,7 +263,7 @@ class Node:
         ]
 
     async def _listen(self) -> None:
-        """Opens both ports. Raises StartError."""
+        """Opens the ports. Raises StartError."""
         options = self.options
         await self._meet()
         try:
@@ -265,6 +271,8 @@ class Node:
             self.http_port = listener.getsockname()[1]
             check_free(self._host, options.grpc_port, flag="--grpc-port")
             await self._grpc.start(self._host, options.grpc_port, self._wallet.server_credentials())
+            if options.lines:
+                await self._grpc.offer_lines(self._host, options.line_port, self._wallet.server_context())
         except OSError as error:
             raise StartError(str(error)) from error
         self._http = HttpServer(self._http_app, listener, self._wallet.server_context())

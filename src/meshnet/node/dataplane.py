@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from meshnet.engine.base import EngineError, SamplingParams, Step
 from meshnet.node.deadlines import HELLO_S
 from meshnet.node.frames import OPTIONS, Message, Outbox, OutboxFull
+from meshnet.node.lines import Line, LineServer
 from meshnet.node.sessions import Refused, Session, Shard
 from meshnet.node.stages import Stages
 from meshnet.protocol import PROTOCOL_VERSION
@@ -56,7 +58,14 @@ class Inbound:
         self.opening: set[asyncio.Task[None]] = set()
         self.results: dict[str, None] = {}
         """Sessions whose tail this is; the oldest are forgotten."""
+        self.ticket = b""
+        self.line: Line | None = None
         self._end = end
+
+    def ended(self, why: str) -> None:
+        """Its line broke: so does the stream."""
+        log.debug("line ended", peer=self.node_id, reason=why)
+        self._end()
 
     def put(self, message: Message) -> None:
         """Queues an answer; a peer that does not read loses its stream."""
@@ -87,12 +96,15 @@ class DataPlane(DataPlaneServicer):  # type: ignore[misc]
         results: Results,
         tls: Callable[[], bool] = lambda: False,
     ) -> None:
-        """With `tls` a peer is who its certificate says."""
+        """With `tls` a peer is who its certificate says. Where `lines` listens, peers get lines there."""
         self._node_id = node_id
         self._mesh_id = mesh_id
         self._stages = stages
         self._results = results
         self._tls = tls
+        self.lines = LineServer()
+        self.port = 0
+        """That is listened on; no lines are offered before it is known."""
 
     def hello(self) -> pb.Hello:
         """The first frame of every stream, both ways."""
@@ -100,16 +112,31 @@ class DataPlane(DataPlaneServicer):  # type: ignore[misc]
 
     async def Exchange(self, _requests: Any, context: Any) -> None:  # noqa: N802
         inbound = await self._greet(context)
-        inbound.outbox.put(self.hello())
+        inbound.outbox.put(self._greeting(inbound))
         pump = asyncio.create_task(inbound.outbox.pump(context.write))
         try:
             while (frame := await context.read()) is not grpc.aio.EOF:
                 self._take(inbound, frame)
         finally:
             pump.cancel()
+            self.lines.forget(inbound.ticket)
+            if inbound.line is not None:
+                inbound.line.close()
             for task in inbound.opening:
                 task.cancel()
             self._stages.upstream_gone(inbound)
+
+    def _greeting(self, inbound: Inbound) -> pb.Hello:
+        hello = self.hello()
+        if self.lines.port and self.port:
+
+            def on(line: Line) -> None:
+                inbound.line = line
+                line.welcome(lambda frame: self._take(inbound, frame), inbound.ended, inbound.outbox)
+
+            inbound.ticket = self.lines.ticket(on)
+            hello.grpc_port, hello.line_port, hello.line_ticket = self.port, self.lines.port, inbound.ticket
+        return hello
 
     async def _greet(self, context: Any) -> Inbound:
         code, problem = grpc.StatusCode.FAILED_PRECONDITION, ""
@@ -294,6 +321,7 @@ class DataPlaneServer:
     """The server's sockets and its standard health service."""
 
     def __init__(self, servicer: DataPlane) -> None:
+        self._servicer = servicer
         options = [*OPTIONS, ("grpc.so_reuseport", 0)]
         self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_RPCS)
         add_DataPlaneServicer_to_server(servicer, self._server)
@@ -313,8 +341,13 @@ class DataPlaneServer:
             raise OSError(f"{host}:{port} cannot be listened on") from error
         if self.port == 0:
             raise OSError(f"{host}:{port} cannot be listened on")
+        self._servicer.port = self.port
         await self.serving(False)
         await self._server.start()
+
+    async def offer_lines(self, host: str, port: int = 0, context: ssl.SSLContext | None = None) -> None:
+        """Peers get direct lines from now on. Raises CannotListen."""
+        await self._servicer.lines.start(host, port, context)
 
     async def serving(self, ready: bool) -> None:
         """What the health service says, of the whole server and of the data plane."""
@@ -323,5 +356,6 @@ class DataPlaneServer:
             await self._health.set(name, status.SERVING if ready else status.NOT_SERVING)
 
     async def stop(self, grace: float) -> None:
+        await self._servicer.lines.stop()
         with contextlib.suppress(asyncio.CancelledError):
             await self._server.stop(grace)

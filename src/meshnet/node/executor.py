@@ -38,6 +38,9 @@ from meshnet.node.batching import (
 T = TypeVar("T")
 HANDOVER_S = 0.002
 """How long the event loop waits at most for an idle engine thread to take what is handed to it."""
+LULL_S = 0.0005
+"""How long an engine thread with nothing more to run leaves Python to the event loop after a batch: what the
+batch gave has to leave first."""
 MAX_INBOX = 4096
 """Messages that may wait for the engine thread; beyond them peers open and probe nothing more. Steps are
 bounded by the credits of sessions, and those by slots."""
@@ -114,6 +117,7 @@ class Executor:
         self._running_since: float | None = None
         self._idle = False
         self._begun = threading.Lock()
+        self._ahead: Callable[[], Event | None] | None = _NOTHING
 
     def start(self) -> None:
         self._thread.start()
@@ -276,6 +280,9 @@ class Executor:
         return None if until is None else max(until - time.monotonic(), 0.001)
 
     def _next(self, wait: float | None) -> Callable[[], Event | None] | None:
+        if self._ahead is not _NOTHING:
+            ahead, self._ahead = self._ahead, _NOTHING
+            return ahead
         self._idle = wait != 0.0
         try:
             return self._inbox.get_nowait() if wait == 0.0 else self._inbox.get(timeout=wait)
@@ -298,6 +305,8 @@ class Executor:
             outcome.queue_ms = (started - outcome.work.arrived) * 1000
         clean = all(not outcome.error for outcome in outcomes)
         self._post(self._deliver, outcomes)
+        if not self._state.waiting:
+            self._ahead = self._next(LULL_S)
         self._state = apply(self._state, Finished(ms if clean else None), ended)
 
 

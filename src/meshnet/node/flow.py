@@ -171,6 +171,10 @@ class Flow:
                 self._sampled(session, passing, outcome.result.sampled, times)
             session.wake()
             ran.append((outcome, session))
+        for _, session in ran:
+            link = session.outlet.link if session.outlet is not None else session.results
+            if link is not None:
+                link.flush()
         self.executor.flush()
         self._state.note_batch(outcomes)
         for outcome, session in ran:

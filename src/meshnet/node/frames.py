@@ -68,13 +68,16 @@ class Traffic:
 
 
 class Outbox:
-    """Messages for one stream. `put` from the event loop; `pump` writes until it is cancelled."""
+    """Messages for one stream. `put` from the event loop; `pump` writes until it is cancelled, or `direct`
+    names who takes them."""
 
     def __init__(self, traffic: Traffic | None = None) -> None:
         self._traffic = traffic or Traffic()
         self._waiting: deque[Message | bool] = deque()
         self._bytes = 0
         self._wake = asyncio.Event()
+        self._send: Callable[[bytes], object] | None = None
+        self._held = self._due = False
 
     def put(self, message: Message) -> None:
         """Queues a message. Raises OutboxFull."""
@@ -83,13 +86,38 @@ class Outbox:
         if len(self._waiting) >= MAX_WAITING or self._bytes > MAX_WAITING_BYTES:
             raise OutboxFull(f"{len(self._waiting)} messages ({self._bytes >> 20} MiB) wait to be read")
         self._waiting.append(message)
-        self._wake.set()
+        self._stir()
 
     def poll(self) -> None:
         """Queues a question for progress."""
         if len(self._waiting) < MAX_WAITING:
             self._waiting.append(True)
+            self._stir()
+
+    def direct(self, send: Callable[[bytes], object]) -> None:
+        """From now on frames go to `send`, without `pump`."""
+        self._send = send
+        self.flush()
+
+    def hold(self, on: bool) -> None:
+        """Whoever sends directly can take no more, or again."""
+        self._held = on
+        if not on:
+            self.flush()
+
+    def flush(self) -> None:
+        """Sends directly what waits, where there is somebody who takes it; at the latest in the loop's next
+        turn it would go by itself."""
+        self._due = False
+        while self._waiting and self._send is not None and not self._held:
+            self._send(self._frame().SerializeToString())
+
+    def _stir(self) -> None:
+        if self._send is None:
             self._wake.set()
+        elif not self._due:
+            self._due = True
+            asyncio.get_running_loop().call_soon(self.flush)
 
     async def pump(self, write: Callable[[pb.Frame], Awaitable[object]]) -> None:
         """Writes frames as messages come, until the stream has ended (its reader says why) or it is

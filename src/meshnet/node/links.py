@@ -14,6 +14,7 @@ import structlog
 
 from meshnet.node.deadlines import HELLO_S, Deadline, Owed, judge
 from meshnet.node.frames import OPTIONS, Message, Outbox, OutboxFull, Traffic
+from meshnet.node.lines import Line, LineDialler
 from meshnet.protocol import dataplane_pb2 as pb
 from meshnet.protocol.dataplane_pb2_grpc import DataPlaneStub
 from meshnet.protocol.tls import explained
@@ -66,15 +67,19 @@ class Link:
         forget: Callable[[Link], None],
         traffic: Traffic,
         dial: Dial,
+        lines: LineDialler | None,
     ) -> None:
         self.node_id = node_id
         self.address = address
         self.failure: PeerLost | None = None
+        self.direct = False
+        """Whether its frames go over a line of their own."""
         self.receivers: dict[Key, Receiver] = {}
         self.idle_since = time.monotonic()
         self._hello = hello
         self._forget = forget
         self._dial = dial
+        self._lines = lines
         self._outbox = Outbox(traffic)
         self._greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._greeted.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -182,6 +187,10 @@ class Link:
             self._polled = now
             self._outbox.poll()
 
+    def flush(self) -> None:
+        """Lets what was put leave now, where it can."""
+        self._outbox.flush()
+
     def rested(self, now: float) -> None:
         """This process itself stood still: what peers owe counts from now."""
         self._heard = self._progressed = now
@@ -218,6 +227,7 @@ class Link:
 
     async def _run(self) -> None:
         where = f"{self.node_id} at {self.address}"
+        line: Line | None = None
         try:
             async with self._dial(self.address, self.node_id, OPTIONS) as channel:
                 call = DataPlaneStub(channel).Exchange()
@@ -230,6 +240,11 @@ class Link:
                         raise _Ended(f"{where} does not speak this protocol")
                     if first.hello.node_id != self.node_id:
                         raise _Ended(f"at {self.address} answers {first.hello.node_id}, not {self.node_id}")
+                    if self._lines is not None:
+                        line = await self._lines.dial(self.address, first.hello, self._take, self._line_ended)
+                    if line is not None:
+                        line.carry(self._outbox)
+                    self.direct = line is not None
                     if not self._greeted.done():
                         self._greeted.set_result(None)
                     while (frame := await call.read()) is not grpc.aio.EOF:
@@ -237,6 +252,8 @@ class Link:
                 finally:
                     pump.cancel()
                     call.cancel()
+                    if line is not None:
+                        line.close()
         except TimeoutError:
             self.fail("unreachable", f"cannot reach {where}: no greeting within {HELLO_S:.0f} s")
         except grpc.aio.AioRpcError as error:
@@ -246,6 +263,9 @@ class Link:
             self.fail("refused", str(error))
         else:
             self.fail("unreachable", f"lost {where}: it ended the stream")
+
+    def _line_ended(self, why: str) -> None:
+        self.fail("unreachable", f"lost {self.node_id} at {self.address}: {why}")
 
     def _take(self, frame: pb.Frame) -> None:
         now = self._heard = time.monotonic()
@@ -278,12 +298,15 @@ class _Ended(Exception):
 
 
 class Links:
-    """All dialled streams of a node."""
+    """All dialled streams of a node; without `lines` their frames stay on gRPC."""
 
-    def __init__(self, hello: Callable[[], pb.Hello], dial: Dial = dial_plain) -> None:
+    def __init__(
+        self, hello: Callable[[], pb.Hello], dial: Dial = dial_plain, lines: LineDialler | None = None
+    ) -> None:
         self.traffic = Traffic()
         self._hello = hello
         self._dial = dial
+        self._lines = lines
         self._links: dict[tuple[str, str], Link] = {}
         self._monitor: asyncio.Task[None] | None = None
 
@@ -295,12 +318,17 @@ class Links:
         link = self._links.get(key)
         if link is None or link.failure is not None:
             link = self._links[key] = Link(
-                node_id, address, self._hello(), self._drop, self.traffic, self._dial
+                node_id, address, self._hello(), self._drop, self.traffic, self._dial, self._lines
             )
         return link
 
     def __len__(self) -> int:
         return len(self._links)
+
+    @property
+    def lines(self) -> int:
+        """How many have a direct line."""
+        return sum(link.direct for link in self._links.values())
 
     def forget(self, why: str) -> None:
         """Gives up all streams; they are dialled again when they are needed."""

@@ -67,6 +67,7 @@ class _Node(Collector):
             ("sessions", "Open sessions", len(self._stages.sessions)),
             ("calls", "Calls whose head this node is", self._calls()),
             ("links", "Streams that this node dialled", len(self._links)),
+            ("lines", "Streams that this node dialled whose frames have a line", self._links.lines),
             ("waiting_steps", "Steps that wait for the engine", load.waiting),
             ("oldest_step_ms", "Age of the oldest step that waits or runs", load.oldest_ms),
             ("step_latency_ms", "Milliseconds per decode step, moving average", state.latency_ms),
