@@ -96,34 +96,38 @@ class _Trips:
         return statistics.median(taken) * 1000 / 2
 
 
-async def alone(repeats: int) -> tuple[list[float], list[float]]:
+def alone(repeats: int) -> tuple[list[float], list[float]]:
     """Milliseconds one way by line and by gRPC, in turns."""
     with subprocess.Popen(
         [sys.executable, __file__, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as child:
         assert child.stdout is not None
-        where = json.loads(await asyncio.to_thread(child.stdout.readline))
-        lined, called = Outbox(), Outbox()
-        by_line, by_grpc = _Trips(lined), _Trips(called)
-        hello = pb.Hello(grpc_port=1, line_port=where["line"], line_ticket=bytes.fromhex(where["ticket"]))
-        line = await LineDialler().dial("127.0.0.1:1", hello, by_line.take, lambda _why: None)
-        assert line is not None
-        line.carry(lined)
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{where['grpc']}", options=OPTIONS) as channel:
-            call = DataPlaneStub(channel).Exchange()
-
-            async def read() -> None:
-                while (frame := await call.read()) is not grpc.aio.EOF:
-                    by_grpc.take(frame)
-
-            tasks = [asyncio.create_task(called.pump(call.write)), asyncio.create_task(read())]
-            pairs = [(await by_line.one_way_ms(), await by_grpc.one_way_ms()) for _ in range(repeats + 1)][1:]
-            for task in tasks:
-                task.cancel()
-            call.cancel()
-        line.close()
+        pairs = uvloop.run(_trips(json.loads(child.stdout.readline()), repeats))
         child.communicate()
     return [a for a, _ in pairs], [b for _, b in pairs]
+
+
+async def _trips(where: dict[str, Any], repeats: int) -> list[tuple[float, float]]:
+    lined, called = Outbox(), Outbox()
+    by_line, by_grpc = _Trips(lined), _Trips(called)
+    hello = pb.Hello(grpc_port=1, line_port=where["line"], line_ticket=bytes.fromhex(where["ticket"]))
+    line = await LineDialler().dial("127.0.0.1:1", hello, by_line.take, lambda _why: None)
+    assert line is not None
+    line.carry(lined)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{where['grpc']}", options=OPTIONS) as channel:
+        call = DataPlaneStub(channel).Exchange()
+
+        async def read() -> None:
+            while (frame := await call.read()) is not grpc.aio.EOF:
+                by_grpc.take(frame)
+
+        tasks = [asyncio.create_task(called.pump(call.write)), asyncio.create_task(read())]
+        pairs = [(await by_line.one_way_ms(), await by_grpc.one_way_ms()) for _ in range(repeats + 1)][1:]
+        for task in tasks:
+            task.cancel()
+        call.cancel()
+    line.close()
+    return pairs
 
 
 def beyond_compute(end: Endpoint, tokens: int) -> float:
@@ -135,7 +139,8 @@ def beyond_compute(end: Endpoint, tokens: int) -> float:
     with urllib.request.urlopen(asked) as found:
         (call, *_) = json.load(found)["calls"]
     compute = sum(stage["compute_ms"] for stage in call["stages"]) / answer.tokens
-    return ((answer.last - answer.first) * 1e3 / (answer.tokens - 1) - compute) / 2
+    token = (answer.last - answer.first) * 1e3 / (answer.tokens - 1)
+    return (token - float(compute)) / 2
 
 
 def main() -> None:
@@ -152,7 +157,7 @@ def main() -> None:
         verdict = "met" if found.median <= WANTED_MS else "MISSED"
         table.add(what, found.text(), Spread.of(calls).text(), ratios(lines, calls).text(), verdict)
 
-    add("the frame alone, 2.3 kB", *uvloop.run(alone(chosen.repeats)))
+    add("the frame alone, 2.3 kB", *alone(chosen.repeats))
     a, b = two_cores()
     head, tail = halves(proposed_cut(1))
     with tempfile.TemporaryDirectory() as name:
