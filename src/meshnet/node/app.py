@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import platform
 import secrets
@@ -311,6 +312,9 @@ class Node:
         await self._grpc.serving(True)
         await self._proven({holding.model_id for holding in holdings})
         ready(self.describe())
+        # What is here now stays. Looked through by each full collection, it would hold all streams up.
+        gc.collect()
+        gc.freeze()
         if not holdings:
             log.info(
                 "no layers yet", next="the tracker places them; `meshnet model load` has it serve a model"

@@ -11,9 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 Lane = tuple[int, int, int]
 """(shard number, entry layer, exit layer): what one engine call has in common."""
@@ -36,8 +38,7 @@ def _empty() -> Mapping[Any, Any]:
     return MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(msgspec.Struct, frozen=True):
     """One step that waits. `number` is its rank by arrival, `session` counts up as sessions open; `key` is
     whose it is, for fairness."""
 
@@ -55,8 +56,7 @@ class Item:
     """What came in one message has one number: it was one batch on the stage above."""
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True):
     """What to run in one engine call."""
 
     items: tuple[Item, ...]
@@ -67,8 +67,7 @@ class Batch:
         return sum(item.rows for item in self.items)
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
+class Costs(msgspec.Struct, frozen=True):
     """Milliseconds of one engine call on a lane: measured by the self-test, moved by what is run.
 
     `seed`: (rows of one decode call, one per session or some of them drafts; ms), rising (see `plausible`).
@@ -80,7 +79,7 @@ class Costs:
     seed: tuple[tuple[int, float], ...] = ((1, 1.0),)
     row_ms: float = 1.0
     drift: float = 1.0
-    shape: Mapping[int, float] = field(default_factory=_empty)
+    shape: Mapping[int, float] = msgspec.field(default_factory=_empty)
 
     def decode_ms(self, sessions: int) -> float:
         """Of a decode call with this many sessions."""
@@ -126,8 +125,7 @@ def interpolate(points: Sequence[tuple[int, float]], size: int) -> float:
     raise AssertionError("unreachable")
 
 
-@dataclass(frozen=True, slots=True)
-class Pipeline:
+class Pipeline(msgspec.Struct, frozen=True):
     """The other stages of the routes of a lane, as results report them.
 
     `ratios`: compute time of each other stage over ours for the same batch; `trips_ms`: links of one round.
@@ -169,68 +167,60 @@ def decide_groups(sessions: int, stages: int, costs: Costs, pipeline: Pipeline, 
     return best
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
+class Policy(msgspec.Struct, frozen=True):
     """`max_gap_ms`: how long prefill may keep a waiting decode step from running, beyond one chunk."""
 
     max_gap_ms: float = 250.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Grouping:
+class _Grouping(msgspec.Struct, frozen=True):
     sessions: int
     groups: int
     left: int
 
 
-@dataclass(frozen=True, slots=True)
-class Flight:
+class Flight(msgspec.Struct, frozen=True):
     """A decode batch of a head on its way through the other stages; until then at the latest it is back."""
 
     sessions: frozenset[int]
     until: float
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(msgspec.Struct, frozen=True):
     """Everything the choice depends on. Times are seconds of one monotonic clock."""
 
     waiting: tuple[Item, ...] = ()
     running: Batch | None = None
-    decoding: Mapping[int, Item] = field(default_factory=_empty)
+    decoding: Mapping[int, Item] = msgspec.field(default_factory=_empty)
     """By session: the last decode step of the sessions that decode."""
-    served: Mapping[str, float] = field(default_factory=_empty)
+    served: Mapping[str, float] = msgspec.field(default_factory=_empty)
     """By key: prefill rows that it had, from a common floor; the least served goes next."""
-    costs: Mapping[Lane, Costs] = field(default_factory=_empty)
-    pipelines: Mapping[Lane, Pipeline] = field(default_factory=_empty)
-    grouping: Mapping[Lane, _Grouping] = field(default_factory=_empty)
-    flights: Mapping[Lane, tuple[Flight, ...]] = field(default_factory=_empty)
+    costs: Mapping[Lane, Costs] = msgspec.field(default_factory=_empty)
+    pipelines: Mapping[Lane, Pipeline] = msgspec.field(default_factory=_empty)
+    grouping: Mapping[Lane, _Grouping] = msgspec.field(default_factory=_empty)
+    flights: Mapping[Lane, tuple[Flight, ...]] = msgspec.field(default_factory=_empty)
     prefill_ended: float = -math.inf
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
+class Arrived(msgspec.Struct, frozen=True):
     """Steps came in, in the order in which each session's must run."""
 
     items: tuple[Item, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(msgspec.Struct, frozen=True):
     """The running batch is done, or failed (`ms` None: learn nothing from it)."""
 
     ms: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
+class Removed(msgspec.Struct, frozen=True):
     """Sessions closed: what of theirs waits is dropped."""
 
     sessions: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
+class Measured(msgspec.Struct, frozen=True):
     """What is known of a lane from outside: its self-test, or the other stages of its routes."""
 
     lane: Lane
@@ -320,6 +310,14 @@ def choose(state: State, now: float, policy: Policy) -> tuple[State, Batch | Non
     (see `held_until`)."""
     if state.running is not None or not state.waiting:
         return state, None
+    if len(state.waiting) == 1 and not state.flights:
+        # A stream alone: there is nothing to be weighed.
+        (item,) = state.waiting
+        if item.prefill:
+            return _start_prefill(state, [item])
+        if len(state.decoding) == 1:
+            batch = Batch(state.waiting, prefill=False)
+            return replace(state, waiting=(), running=batch), batch
     heads: dict[int, Item] = {}
     for item in state.waiting:
         heads.setdefault(item.session, item)

@@ -418,13 +418,22 @@ class Call:
                 self._take_weight(choice, token)
             else:
                 self._take_token(choice, token, last=number == len(tokens))
-        session = choice.session
-        if session is not None and times:  # after the next step was fed, for it does not wait for figures
-            self._sums.add(times, self._ticket.stages, drafted=drafted > 0)
-            self._note_pace(choice, session, times, (came - fed_at) * 1000, 1 + drafted)
-            pipeline = self._meter.note(session.lane, times, self._stages.executor.costs)
-            if pipeline is not None:
-                self._stages.executor.observe(session.lane, pipeline)
+        if choice.session is None or not times:
+            return
+        self._sums.add(times, self._ticket.stages, drafted=drafted > 0)
+        wall_ms = (came - fed_at) * 1000
+        # The next step, which was fed just now, leaves before the figures are looked at.
+        asyncio.get_running_loop().call_soon(
+            self._note_times, choice, choice.session, times, wall_ms, 1 + drafted
+        )
+
+    def _note_times(
+        self, choice: _Choice, session: Session, times: Sequence[pb.StageTime], wall_ms: float, rows: int
+    ) -> None:
+        self._note_pace(choice, session, times, wall_ms, rows)
+        pipeline = self._meter.note(session.lane, times, self._stages.executor.costs)
+        if pipeline is not None:
+            self._stages.executor.observe(session.lane, pipeline)
 
     def _take_weight(self, choice: _Choice, token: pb.Token) -> None:
         """The next token of the answer that is checked; it stands whatever was drawn."""

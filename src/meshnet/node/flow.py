@@ -154,7 +154,7 @@ class Flow:
 
     def _deliver(self, outcomes: list[Outcome]) -> None:
         """What others wait for leaves first; figures are taken down while they compute."""
-        ran: list[tuple[Outcome, Session]] = []
+        ran: list[tuple[Outcome, Session, Kept | None]] = []
         for outcome in outcomes:
             passing: _Passing = outcome.work.context
             session = passing.session
@@ -163,21 +163,27 @@ class Flow:
             if outcome.result is None:
                 self._fail(session, outcome.code, outcome.error)
                 continue
-            session.computed = outcome.work.position + outcome.work.rows
+            work = outcome.work
+            session.computed = work.position + work.rows
             times = [*passing.upstream, *self._times(outcome, session, passing.sample)]
+            kept: Kept | None = None
             if outcome.result.hidden is not None:
-                self._forward(session, passing, outcome, times)
+                hidden = outcome.result.hidden
+                kept = Kept(work.position, hidden, passing.sample, work.prefill, passing.tokens)
+                self._forward(session, passing, kept, times)
             else:
                 self._sampled(session, passing, outcome.result.sampled, times)
-            session.wake()
-            ran.append((outcome, session))
-        for _, session in ran:
+            ran.append((outcome, session, kept))
+        for _, session, _ in ran:
             link = session.outlet.link if session.outlet is not None else session.results
             if link is not None:
                 link.flush()
         self.executor.flush()
         self._state.note_batch(outcomes)
-        for outcome, session in ran:
+        for outcome, session, kept in ran:
+            if kept is not None and not session.closed:
+                self.ring.add(session.number, kept)
+            session.wake()
             self._state.note_step(outcome, session)
 
     def _times(self, outcome: Outcome, session: Session, sample: int) -> list[pb.StageTime]:
@@ -195,14 +201,7 @@ class Flow:
         line.link_ms = self._state.link_ms(next_node(session))
         return [line]
 
-    def _forward(
-        self, session: Session, passing: _Passing, outcome: Outcome, times: list[pb.StageTime]
-    ) -> None:
-        assert outcome.result is not None
-        assert outcome.result.hidden is not None
-        work = outcome.work
-        kept = Kept(work.position, outcome.result.hidden, passing.sample, work.prefill, passing.tokens)
-        self.ring.add(session.number, kept)
+    def _forward(self, session: Session, passing: _Passing, kept: Kept, times: list[pb.StageTime]) -> None:
         outlet = session.outlet
         if outlet is None or not self.pass_on(session, outlet, kept, times, passing.replay, passing.sequence):
             self._passed(session, passing.sequence, passing.sample)
