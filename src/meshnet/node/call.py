@@ -493,12 +493,15 @@ class Call:
             self._end(choice, "grammar" if self._prompt.sampling.grammar else "eos", token.token)
             return
         choice.generated.append(token.token)
-        shown = choice.out.push(token.token)
+        # Only a stop string needs the text before the next step may leave.
+        shown = choice.out.push(token.token) if self._prompt.stops else None
         if choice.lookup is not None and (hit := choice.lookup.push(token.token)) is not None:
             choice.pace = choice.pace.guessed(hit)
-        ended = shown.stopped or len(choice.generated) >= self._most
+        stopped = shown is not None and shown.stopped
+        ended = stopped or len(choice.generated) >= self._most
         if not ended and (last or not choice.drafted):
             self._plan_next(choice, self._guess(choice) if last else ())
+        shown = shown or choice.out.push(token.token)
         wanted = self._prompt.sampling.logprobs >= 0
         lp = (choice.out.logprob(token),) if wanted else ()
         self.events.put(calls.TokenEvent(choice.index, (token.token,), shown.text, lp))
@@ -506,7 +509,7 @@ class Call:
         if self._unreported >= STAGES_EVERY:
             self._tell_stages()
         if ended:
-            self._end(choice, "stop_string" if shown.stopped else self._limited_by)
+            self._end(choice, "stop_string" if stopped else self._limited_by)
 
     def _end(self, choice: _Choice, by: str, token: int = -1) -> None:
         choice.ended = True

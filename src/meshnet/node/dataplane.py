@@ -171,9 +171,11 @@ class DataPlane(DataPlaneServicer):  # type: ignore[misc]
             self._open(inbound, open_)
         if frame.steps:
             self._run(inbound, frame.steps)
+        stages.executor.alone = len(frame.results) == 1 and not frame.steps
         for result in frame.results:
             if result.session in inbound.results:
                 self._results.take_result(result.session, result.tokens, result.stages)
+        stages.executor.alone = False
         stages.executor.flush()
         for close in frame.closes:
             session = stages.sessions.get((close.session, close.stage))

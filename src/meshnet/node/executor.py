@@ -112,6 +112,7 @@ class Executor:
         self._state = State()
         self._works: dict[int, Work] = {}
         self._fresh: list[Work] = []
+        self.alone = False
         self._number = self._bundle = 0
         self._steps = 0
         self._running_since: float | None = None
@@ -144,10 +145,13 @@ class Executor:
 
     def submit(self, works: Sequence[Work]) -> None:
         """Queues steps; each session's run in this order. The engine sees them when `flush` is called, at the
-        latest in the loop's next turn: what comes together must be seen together to run together."""
-        if not self._fresh:
+        latest in the loop's next turn: what comes together must be seen together to run together. With
+        `alone` set nothing else comes with them."""
+        if not self._fresh and not self.alone:
             self._loop.call_soon(self.flush)
         self._fresh.extend(works)
+        if self.alone:
+            self.flush()
 
     def flush(self) -> None:
         """Hands over what was submitted. An idle engine is let begin before anything else is done here: the

@@ -79,12 +79,11 @@ class Flow:
             # It proves that the token of the last sampled step arrived at the head.
             self._answered(session, session.outlet, session.outlet.sampled)
         tokens = tuple(step.tokens)
+        position, replay = step.position, step.replay
         if tokens:
-            session.note_tokens(step.position, tokens)
-        passing = _Passing(session, step.sequence, step.sample, tokens, step.replay, list(step.upstream))
-        return self._work(
-            session, step.position, step.rows, passing, step.prefill or step.replay, hidden=hidden
-        )
+            session.note_tokens(position, tokens)
+        passing = _Passing(session, session.sequence, step.sample, tokens, replay, list(step.upstream))
+        return self._work(session, position, len(hidden), passing, replay or step.prefill, hidden=hidden)
 
     def feed(
         self, session: Session, position: int, tokens: Tokens, *, sample: int, prefill: bool, replay: bool

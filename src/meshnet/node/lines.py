@@ -75,6 +75,11 @@ class Line(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         waiting = self._bytes
+        if not waiting and self._take is not None and len(data) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(data)
+            if length == len(data) - _LENGTH.size:  # one whole frame, as most are
+                self._on_frame(data[_LENGTH.size :])
+                return
         waiting += data
         if self._admit is not None:
             if len(waiting) < TICKET_BYTES:

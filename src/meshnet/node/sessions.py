@@ -286,23 +286,24 @@ def check_step(session: Session, step: pb.Step) -> None:
     begins below what the session holds."""
     if not session.ready:
         raise Refused("bad_step", "the session is not open yet")
+    # Each look into a message costs: once per field.
+    position, rows, tokens = step.position, step.rows, len(step.tokens)
     if step.sequence != session.sequence:
         raise Refused("bad_step", f"step {step.sequence} came where {session.sequence} was expected")
-    if step.position > session.accepted:
-        raise Refused("bad_step", f"position {step.position} came where {session.accepted} was expected")
-    if not 0 < step.rows <= session.shard.info.max_rows:
-        raise Refused("bad_step", f"{step.rows} rows; 1 to {session.shard.info.max_rows} are possible")
-    if step.position + step.rows > session.max_positions:
+    if position > session.accepted:
+        raise Refused("bad_step", f"position {position} came where {session.accepted} was expected")
+    if not 0 < rows <= session.shard.info.max_rows:
+        raise Refused("bad_step", f"{rows} rows; 1 to {session.shard.info.max_rows} are possible")
+    if position + rows > session.max_positions:
         raise Refused(
-            "bad_step",
-            f"{step.position + step.rows} positions; the session was opened for {session.max_positions}",
+            "bad_step", f"{position + rows} positions; the session was opened for {session.max_positions}"
         )
-    if step.sample > step.rows:
-        raise Refused("bad_step", f"{step.sample} samples of {step.rows} rows")
-    if not step.prefill and step.rows > MAX_DECODE_ROWS:
-        raise Refused("bad_step", f"{step.rows} rows in one decode step; {MAX_DECODE_ROWS} are possible")
-    if len(step.tokens) not in (0, step.rows):
-        raise Refused("bad_step", f"{len(step.tokens)} tokens for {step.rows} rows")
+    if step.sample > rows:
+        raise Refused("bad_step", f"{step.sample} samples of {rows} rows")
+    if rows > MAX_DECODE_ROWS and not step.prefill:
+        raise Refused("bad_step", f"{rows} rows in one decode step; {MAX_DECODE_ROWS} are possible")
+    if tokens not in (0, rows):
+        raise Refused("bad_step", f"{tokens} tokens for {rows} rows")
     # After a reroute a token of the old tail may bring a next step before those of the replay are answered.
     most = session.window + CREDITS
     if session.pending >= most:
@@ -316,14 +317,14 @@ def read_hidden(step: pb.Step, n_embd: int, dtype: str) -> Hidden:
     if step.dtype != dtype:
         raise Refused("bad_step", f"dtype {step.dtype!r}; the session was opened with {dtype}")
     kind = DTYPES[dtype]
-    expected = step.rows * n_embd * kind.itemsize
-    data = step.data
+    data, rows = step.data, step.rows
+    expected = rows * n_embd * kind.itemsize
     if len(data) != expected:
         raise Refused(
-            "bad_step", f"{len(data)} bytes for {step.rows} rows of {n_embd} {dtype}; {expected} are expected"
+            "bad_step", f"{len(data)} bytes for {rows} rows of {n_embd} {dtype}; {expected} are expected"
         )
-    rows = np.frombuffer(data, dtype=kind).reshape(step.rows, n_embd)
-    return np.ascontiguousarray(rows, dtype=np.float32)
+    values = np.frombuffer(data, dtype=kind).reshape(rows, n_embd)
+    return np.ascontiguousarray(values, dtype=np.float32)
 
 
 def write_hidden(hidden: Hidden, dtype: str) -> bytes:
