@@ -22,8 +22,14 @@ LONG = "Write a long story about a lighthouse keeper and the sea, with many deta
 async def open_chat(page: Page, demo: Demo, *, longest: int = 400) -> None:
     """Signs in by the demo's link and sets the length of the answer."""
     await page.goto(demo.dashboard_url)
+    await set_up(page, longest)
+
+
+async def set_up(page: Page, longest: int) -> None:
+    """Greedy: to `LONG` that answer has more than 1,000 tokens, while a drawn one may end at any."""
     await page.get_by_role("link", name="Chat").click()
     await page.get_by_role("button", name="System prompt and parameters").click()
+    await page.get_by_label("Temperature").fill("0")
     await page.get_by_label("Longest answer").fill(str(longest))
     await page.get_by_role("button", name="System prompt and parameters").click()
 
@@ -113,6 +119,7 @@ async def test_a_call_stands_on_the_wall_while_its_tokens_count_up(
         "model": "smollm2",
         "stream": streamed,
         "max_tokens": 120,
+        "temperature": 0,
         "messages": [{"role": "user", "content": LONG}],
     }
 
@@ -158,10 +165,7 @@ async def test_a_node_is_killed_and_the_answer_completes(page: Page, mesh: Mesh)
         mesh.start_node(name, layers)
     await asyncio.to_thread(mesh.wait_ready)
     await page.goto(f"{mesh.root}/dashboard#key={mesh.info['admin_key']}")
-    await page.get_by_role("link", name="Chat").click()
-    await page.get_by_role("button", name="System prompt and parameters").click()
-    await page.get_by_label("Longest answer").fill("160")
-    await page.get_by_role("button", name="System prompt and parameters").click()
+    await set_up(page, 160)
     await ask(page)
     await grows(answer(page))
     (call,) = await in_flight(mesh)
