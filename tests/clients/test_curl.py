@@ -100,7 +100,9 @@ def test_an_error_is_a_status_and_a_shape(demo: Demo, asked: dict[str, Any], par
 def streaming(demo: Demo, into: Path) -> Iterator[subprocess.Popen[bytes]]:
     asked = [{"role": "user", "content": STORY}]
     with into.open("wb") as out:
-        started = subprocess.Popen(command(demo, stream=True, max_tokens=1000, messages=asked), stdout=out)
+        started = subprocess.Popen(
+            command(demo, stream=True, max_tokens=1000, temperature=0, messages=asked), stdout=out
+        )
         try:
             yield started
         finally:

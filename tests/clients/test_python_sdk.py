@@ -222,7 +222,7 @@ async def test_a_cancelled_task_stops_the_nodes(demo: Demo, async_client: openai
 
     async def ask() -> None:
         stream = await async_client.chat.completions.create(
-            model=MODEL, messages=TELL, max_tokens=1000, stream=True
+            model=MODEL, messages=TELL, temperature=0, max_tokens=1000, stream=True
         )
         async for chunk in stream:
             if chunk.choices[0].delta.content:
@@ -242,7 +242,9 @@ async def test_a_cancelled_task_stops_the_nodes(demo: Demo, async_client: openai
 
 
 def test_closing_a_stream_stops_the_nodes(demo: Demo, client: openai.OpenAI) -> None:
-    stream = client.chat.completions.create(model=MODEL, messages=TELL, max_tokens=1000, stream=True)
+    stream = client.chat.completions.create(
+        model=MODEL, messages=TELL, temperature=0, max_tokens=1000, stream=True
+    )
     seen = 0
     for chunk in stream:
         seen += bool(chunk.choices[0].delta.content)
@@ -258,7 +260,9 @@ def test_closing_a_stream_stops_the_nodes(demo: Demo, client: openai.OpenAI) -> 
 def test_a_client_that_gives_up_waiting_stops_the_nodes(demo: Demo, client: openai.OpenAI) -> None:
     before = computed_tokens(demo)
     with pytest.raises(openai.APITimeoutError):
-        client.with_options(timeout=1.5).chat.completions.create(model=MODEL, messages=TELL, max_tokens=1000)
+        client.with_options(timeout=1.5).chat.completions.create(
+            model=MODEL, messages=TELL, temperature=0, max_tokens=1000
+        )
     call = newest_call(demo)
     assert not call["stream"]
     check_stopped(demo, call["id"])
@@ -266,7 +270,9 @@ def test_a_client_that_gives_up_waiting_stops_the_nodes(demo: Demo, client: open
 
 
 def test_delete_ends_a_stream_with_an_error_event(demo: Demo, client: openai.OpenAI) -> None:
-    stream = client.chat.completions.create(model=MODEL, messages=TELL, max_tokens=1000, stream=True)
+    stream = client.chat.completions.create(
+        model=MODEL, messages=TELL, temperature=0, max_tokens=1000, stream=True
+    )
     next(chunk for chunk in stream if chunk.choices[0].delta.content)
     call = newest_call(demo)
     with demo.client(admin=True) as admin:

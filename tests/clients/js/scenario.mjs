@@ -67,7 +67,7 @@ const scenarios = {
   async abort() {
     const controller = new AbortController();
     const { data, response } = await client.chat.completions
-      .create({ model, messages: story, max_tokens: 1000, stream: true }, { signal: controller.signal })
+      .create({ model, messages: story, temperature: 0, max_tokens: 1000, stream: true }, { signal: controller.signal })
       .withResponse();
     let seen = 0;
     for await (const chunk of data) {
@@ -81,7 +81,7 @@ const scenarios = {
     setTimeout(() => controller.abort(), 1500);
     try {
       await client.chat.completions.create(
-        { model, messages: story, max_tokens: 1000 },
+        { model, messages: story, temperature: 0, max_tokens: 1000 },
         { signal: controller.signal },
       );
     } catch (error) {
