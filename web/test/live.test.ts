@@ -15,6 +15,7 @@ function tell(live: Live, event: string, value: unknown, id = ''): void {
   live.take({ event, data: JSON.stringify(value), id });
 }
 
+// Without a budget of time: how much of a burst fits into it is the machine's affair.
 describe('the live state', () => {
   beforeEach(() => {
     vi.stubGlobal('requestAnimationFrame', () => 0);
@@ -26,22 +27,22 @@ describe('the live state', () => {
     tell(live, 'upsert', { kind: 'call', value: call('b') });
     tell(live, 'upsert', { kind: 'call', value: call('a', { output_tokens: 5 }) });
     tell(live, 'upsert', { kind: 'console', value: line(2) });
-    live.flush();
+    live.flush(Infinity);
     expect(live.calls.get('a')?.output_tokens).toBe(5);
     expect([...live.calls.keys()]).toEqual(['a', 'b']);
     expect(live.console.map(({ seq }) => seq)).toEqual([1, 2]);
     tell(live, 'remove', { kind: 'call', id: 'a' });
-    live.flush();
+    live.flush(Infinity);
     expect([...live.calls.keys()]).toEqual(['b']);
   });
 
   it('forgets what a new snapshot no longer has, and changes from before it', () => {
     const live = new Live();
     tell(live, 'snapshot', { calls: [call('a'), call('b')], nodes: [], models: [], console: [line(1)] });
-    live.flush();
+    live.flush(Infinity);
     tell(live, 'upsert', { kind: 'call', value: call('late') });
     tell(live, 'snapshot', { calls: [call('b')], nodes: [], models: [], console: [] });
-    live.flush();
+    live.flush(Infinity);
     expect([...live.calls.keys()]).toEqual(['b']);
     expect(live.console).toEqual([]);
   });
@@ -62,22 +63,22 @@ describe('the live state', () => {
     const live = new Live();
     const early = call('early', { accepted_ms: 1, tokens_per_second: 2 });
     tell(live, 'snapshot', { calls: [call('late', { accepted_ms: 9 }), early], nodes: [], models: [], console: [] });
-    live.flush();
+    live.flush(Infinity);
     const flying = live.flying;
     const over = live.over;
     expect([flying, over, live.rate]).toEqual([['early', 'late'], [], 2]);
     tell(live, 'upsert', { kind: 'call', value: { ...early, output_tokens: 3, tokens_per_second: 4 } });
-    live.flush();
+    live.flush(Infinity);
     expect(live.flying).toBe(flying);
     expect(live.over).toBe(over);
     expect(live.rate).toBe(4);
     tell(live, 'upsert', { kind: 'call', value: { ...early, phase: 'complete', ended_ms: 5 } });
-    live.flush();
+    live.flush(Infinity);
     expect(live.flying).toEqual(['late']);
     expect(live.over.map(({ id }) => id)).toEqual(['early']);
     expect(live.rate).toBe(0);
     tell(live, 'remove', { kind: 'call', id: 'early' });
-    live.flush();
+    live.flush(Infinity);
     expect(live.over).toEqual([]);
   });
 
