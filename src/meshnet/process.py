@@ -1,9 +1,10 @@
-"""What every long-running process of ours does about the process that started it."""
+"""What every long-running process of ours does: about its parent, and once it has started."""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -32,3 +33,10 @@ async def watch_parent(stop: asyncio.Event) -> None:
     while not parent_is_gone(expected):
         await asyncio.sleep(POLL_SECONDS)
     stop.set()
+
+
+def settle() -> None:
+    """What is here now stays: each full collection that looked through it would hold all streams up, on a
+    tracker for 0.07 s."""
+    gc.collect()
+    gc.freeze()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import platform
 import secrets
@@ -58,7 +57,7 @@ from meshnet.node.stages import Stages
 from meshnet.node.verify import Verifier
 from meshnet.node.wallet import Wallet
 from meshnet.node.whereabouts import Whereabouts
-from meshnet.process import watch_parent
+from meshnet.process import settle, watch_parent
 from meshnet.protocol import PROTOCOL_VERSION
 from meshnet.protocol import membership_pb2 as pb
 from meshnet.protocol.addresses import bracketed
@@ -312,9 +311,7 @@ class Node:
         await self._grpc.serving(True)
         await self._proven({holding.model_id for holding in holdings})
         ready(self.describe())
-        # What is here now stays. Looked through by each full collection, it would hold all streams up.
-        gc.collect()
-        gc.freeze()
+        settle()
         if not holdings:
             log.info(
                 "no layers yet", next="the tracker places them; `meshnet model load` has it serve a model"

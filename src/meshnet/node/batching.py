@@ -310,14 +310,11 @@ def choose(state: State, now: float, policy: Policy) -> tuple[State, Batch | Non
     (see `held_until`)."""
     if state.running is not None or not state.waiting:
         return state, None
-    if len(state.waiting) == 1 and not state.flights:
-        # A stream alone: there is nothing to be weighed.
-        (item,) = state.waiting
-        if item.prefill:
-            return _start_prefill(state, [item])
-        if len(state.decoding) == 1:
-            batch = Batch(state.waiting, prefill=False)
-            return replace(state, waiting=(), running=batch), batch
+    alone = len(state.waiting) == len(state.decoding) == 1
+    if alone and not state.flights and not state.waiting[0].prefill:
+        # There is nothing to be weighed.
+        batch = Batch(state.waiting, prefill=False)
+        return replace(state, waiting=(), running=batch), batch
     heads: dict[int, Item] = {}
     for item in state.waiting:
         heads.setdefault(item.session, item)

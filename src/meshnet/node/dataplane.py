@@ -17,7 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from meshnet.engine.base import EngineError, SamplingParams, Step
 from meshnet.node.deadlines import HELLO_S
 from meshnet.node.frames import OPTIONS, Message, Outbox, OutboxFull
-from meshnet.node.lines import Line, LineServer
+from meshnet.node.lines import Line, LineServer, remember
 from meshnet.node.sessions import Refused, Session, Shard
 from meshnet.node.stages import Stages
 from meshnet.protocol import PROTOCOL_VERSION
@@ -104,7 +104,7 @@ class DataPlane(DataPlaneServicer):  # type: ignore[misc]
         self._tls = tls
         self.lines = LineServer()
         self.port = 0
-        """That is listened on; no lines are offered before it is known."""
+        """That is listened on, known before lines are."""
 
     def hello(self) -> pb.Hello:
         """The first frame of every stream, both ways."""
@@ -128,7 +128,7 @@ class DataPlane(DataPlaneServicer):  # type: ignore[misc]
 
     def _greeting(self, inbound: Inbound) -> pb.Hello:
         hello = self.hello()
-        if self.lines.port and self.port:
+        if self.lines.port:
 
             def on(line: Line) -> None:
                 inbound.line = line
@@ -201,9 +201,7 @@ class DataPlane(DataPlaneServicer):  # type: ignore[misc]
         except Refused as refused:
             answer.error_code, answer.error = refused.code, refused.message
         else:
-            inbound.results[message.session] = None
-            while len(inbound.results) > MAX_RESULTS:
-                del inbound.results[next(iter(inbound.results))]
+            remember(inbound.results, message.session, None, MAX_RESULTS)
         inbound.put(answer)
 
     async def _open_stage(self, inbound: Inbound, message: pb.Open) -> None:

@@ -205,37 +205,33 @@ class LineDialler:
             return None
         if self._failed.get(address, -AGAIN_S) + AGAIN_S > time.monotonic():
             return None
-        context = self._context()
-        made: list[Line] = []
-
-        def make() -> Line:
-            made.append(Line(take))
-            return made[-1]
-
         try:
             async with asyncio.timeout(LINE_S):
-                await asyncio.get_running_loop().create_connection(
-                    make,
-                    host.strip("[]"),
-                    hello.line_port,
-                    ssl=context,
-                    server_hostname=self._name_of(hello.node_id) if context else None,
-                )
-                (line,) = made
-                line.show(hello.line_ticket)
-                await line.stands
+                line = await self._connect(host.strip("[]"), hello, take)
         except (OSError, TimeoutError) as error:
-            for line in made:
-                line.close()
             remember(self._failed, address, time.monotonic(), MAX_NAMED)
             log.info("no direct line", peer=hello.node_id, at=f"{host}:{hello.line_port}", reason=str(error))
             return None
-        except BaseException:
-            for line in made:
-                line.close()
-            raise
         line.watch(gone)
         self._failed.pop(address, None)
+        return line
+
+    async def _connect(self, host: str, hello: pb.Hello, take: Callable[[pb.Frame], None]) -> Line:
+        """A line whose ticket was good. Raises OSError."""
+        context = self._context()
+        _, line = await asyncio.get_running_loop().create_connection(
+            lambda: Line(take),
+            host,
+            hello.line_port,
+            ssl=context,
+            server_hostname=self._name_of(hello.node_id) if context else None,
+        )
+        try:
+            line.show(hello.line_ticket)
+            await line.stands
+        except BaseException:
+            line.close()
+            raise
         return line
 
 

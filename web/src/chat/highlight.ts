@@ -13,10 +13,10 @@ const waiting = new Map<number, (html: string) => void>();
 
 export async function highlight(code: HTMLElement): Promise<void> {
   const language = (code.dataset.language ?? '').toLowerCase();
-  const source = (code.textContent ?? '').replace(/\n$/, '');
+  const source = sourceOf(code);
   if (language === '' || source.length > LIMIT) return;
   const html = await coloured(language, source);
-  if (html === '' || (code.textContent ?? '').replace(/\n$/, '') !== source) return;
+  if (html === '' || sourceOf(code) !== source) return;
   const template = document.createElement('template');
   template.innerHTML = html;
   const text = document.createTextNode(source);
@@ -31,6 +31,11 @@ export async function highlight(code: HTMLElement): Promise<void> {
     if (text.length > 0) await new Promise((resolve) => requestAnimationFrame(resolve));
   }
   text.remove();
+}
+
+/** Without the newline at its end. */
+function sourceOf(code: HTMLElement): string {
+  return (code.textContent ?? '').replace(/\n$/, '');
 }
 
 function coloured(language: string, source: string): Promise<string> {
